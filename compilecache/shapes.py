@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 import yaml
 from pydantic import (
@@ -29,7 +29,7 @@ from pydantic import (
 
 from compilecache.errors import PlanError
 
-PLAN_FORMAT = 1
+PLAN_FORMAT: Final = 1
 TARGET_LIMIT = 4096
 
 Phase = Literal["train", "eval", "both"]
@@ -169,7 +169,11 @@ class ShapePlan(_Value):
         """The plan as YAML, one spec a line."""
         data = self.model_dump(mode="json", exclude_defaults=True) | {"format": self.format}
         specs = data.pop("specs")
-        head = {name: data[name] for name in ("format", "workload", "settings", "lengths") if name in data}
+        head = {
+            name: data[name]
+            for name in ("format", "workload", "settings", "lengths")
+            if name in data
+        }
         lines = [yaml.safe_dump(head, sort_keys=False, width=100), "specs:\n"]
         for spec in specs:
             flow = yaml.safe_dump(spec, sort_keys=False, default_flow_style=True, width=10_000)

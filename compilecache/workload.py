@@ -37,6 +37,17 @@ class Workload(Protocol):
         """
         return ()
 
+    def origin(self) -> tuple[str, Mapping[str, JsonValue]] | None:
+        """``module:attribute`` and settings that make this workload anew; None when it has no name.
+
+        Written into plans that are recorded from a run, so that the command line can use them.
+        """
+        return None
+
+    def max_length(self) -> int | None:
+        """The longest sequence that the model takes, in tokens; None when nothing limits it."""
+        return None
+
     def specs(
         self, seq_lens: Sequence[int], *, batch_sizes: Sequence[int], phases: Sequence[str]
     ) -> Sequence[InputSpec]:

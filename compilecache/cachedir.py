@@ -1,0 +1,378 @@
+"""One local cache root: where it is, whether it can be used, who writes it, what lies in it.
+
+Layout: the root itself is ``TORCHINDUCTOR_CACHE_DIR``; what is ours lies in ``.compilecache/``
+below it (lock, holder, staging, records, quarantine).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from compilecache.artifact import FileEntry, Record, check_files
+from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
+from compilecache.files import replacing
+
+OWN = ".compilecache"
+NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "fuse.sshfs",
+    "lustre",
+    "gpfs",
+    "ceph",
+    "9p",
+    "afs",
+)
+TRANSIENT = re.compile(r"(^|/)(locks/|tmp\.pid_|\.|tmp[a-z0-9_]{8}$)|\.lock$|\.tmp$")
+"""Lock files and files still being written: torch's ``.<pid>.<tid>.tmp``, Triton's ``tmp.pid_*``."""
+REMADE = re.compile(r"^[0-9a-z]{2}/[^/]+\.(py|cpp|h|hpp|i)$")
+"""Generated sources: every FX-graph entry carries its own and writes it out again."""
+ENTRIES_LAST = ("fxgraph/", "aotautograd/")
+"""An index entry is put in place after the binaries it points to."""
+LEAST_FREE = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds the lock of a cache root."""
+
+    pid: int
+    """Process id, meaningful on ``host`` only."""
+    host: str
+    """Where the process runs."""
+    since: float
+    """When it took the lock, seconds since the epoch."""
+    doing: str
+    """What it said it is working on."""
+
+    def __str__(self) -> str:
+        return (
+            f"process {self.pid} on {self.host}, for {time.time() - self.since:.0f} s: {self.doing}"
+        )
+
+
+class CacheDir:
+    """A cache root. Making one touches nothing; ``prepare`` creates and checks it."""
+
+    def __init__(self, root: str | Path | None = None) -> None:
+        self.root = Path(os.path.abspath(root or default_root()))  # noqa: PTH100 - keeps links
+        self._own = self.root / OWN
+
+    # -- whether it can be used -------------------------------------------------------------
+
+    def prepare(self, *, allow_network: bool = False) -> None:
+        """Creates the root (0700) and refuses one that cannot hold a cache safely.
+
+        Raises UnsafePath (unwritable, full, noexec, network) or UntrustedArtifact (foreign owner).
+        """
+        with self._explaining():
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._own.mkdir(exist_ok=True, mode=0o700)
+        self._refuse_foreign_owner()
+        self._refuse_full()
+        self._refuse_noexec()
+        kind = filesystem(self.root)
+        if kind in NETWORK and not allow_network:
+            raise UnsafePath(
+                f"cache root '{self.root}' lies on a network file system ({kind}), where locks and "
+                "half-written files break compilers",
+                next_step="Choose a local disk with --root, or insist with --allow-network-root",
+                path=self.root,
+            )
+
+    def _refuse_foreign_owner(self) -> None:
+        for path in (self.root, self._own):
+            status = path.stat()
+            if status.st_uid not in (os.getuid(), 0) or status.st_mode & stat.S_IWOTH:
+                raise UntrustedArtifact(
+                    f"'{path}' belongs to uid {status.st_uid} with mode "
+                    f"{stat.S_IMODE(status.st_mode):o}: others could plant code in it",
+                    next_step=f"Run: chmod 700 '{path}', or choose a folder of your own with --root",
+                )
+
+    def _refuse_full(self) -> None:
+        free = shutil.disk_usage(self.root).free
+        if free < LEAST_FREE:
+            raise UnsafePath(
+                f"cache root '{self.root}' has {free / 2**20:.0f} MiB free; a plan needs at least "
+                f"{LEAST_FREE // 2**20}",
+                next_step="Free some space, or choose another disk with --root",
+                path=self.root,
+            )
+
+    def _refuse_noexec(self) -> None:
+        with self._explaining(), tempfile.TemporaryFile(dir=self._own) as probe:
+            probe.write(b"\0" * mmap.PAGESIZE)
+            probe.flush()
+            try:
+                mmap.mmap(
+                    probe.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_EXEC
+                ).close()
+            except PermissionError as error:
+                raise UnsafePath(
+                    f"cache root '{self.root}' is mounted noexec: compiled kernels cannot be loaded",
+                    next_step="Remount it with exec, or choose another disk with --root",
+                    path=self.root,
+                ) from error
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turns a refusal of the file system into one error that names the root."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (
+                errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT,
+                errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO,
+            ):  # fmt: skip
+                raise
+            raise UnsafePath(
+                f"cache root '{self.root}' cannot be written: {error.strerror}",
+                next_step="Choose a writable local folder with --root or COMPILECACHE_ROOT",
+                path=self.root,
+            ) from error
+
+    def use(self) -> None:
+        """Makes torch in this process, and its children, keep its cache here."""
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.root)
+
+    # -- who writes it ----------------------------------------------------------------------
+
+    @contextmanager
+    def lock(
+        self,
+        doing: str,
+        *,
+        timeout: float = 3600.0,
+        waiting: Callable[[str], None] = lambda holder: None,
+        every: float = 10.0,
+    ) -> Iterator[None]:
+        """Holds the one writer's lock. While it waits, ``waiting`` hears of the holder.
+
+        A holder that dies gives the lock back at once (the kernel does). Raises LockTimeout.
+        """
+        with self._explaining():
+            lock = FileLock(self._own / "lock", fallback_to_soft=False, thread_local=False)
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                remaining = max(0.0, deadline - time.monotonic())
+                lock.acquire(timeout=min(every, remaining), poll_interval=0.1)
+                break
+            except Timeout:
+                holder = self.holder()
+                if time.monotonic() >= deadline:
+                    raise LockTimeout(
+                        f"cache root '{self.root}' stayed locked for {timeout:.0f} s by {holder}",
+                        next_step="Wait for it, end that process, or raise --lock-timeout",
+                        holder=str(holder),
+                    ) from None
+                waiting(str(holder))
+        try:
+            self.say(doing)
+            yield
+        finally:
+            (self._own / "holder.json").unlink(missing_ok=True)
+            lock.release()
+
+    def say(self, doing: str) -> None:
+        """What the holder of the lock is working on, for those who wait."""
+        holder = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.time(),
+            "doing": doing,
+        }
+        with self._explaining(), replacing(self._own / "holder.json") as file:
+            file.write(json.dumps(holder).encode())
+
+    def holder(self) -> Holder | str:
+        """Who holds the lock; a plain word when it did not say."""
+        try:
+            return Holder(**json.loads((self._own / "holder.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return "a process that has not said who it is"
+
+    # -- what lies in it --------------------------------------------------------------------
+
+    def files(self) -> set[str]:
+        """Every cache file below the root, as a posix path relative to it."""
+        found: set[str] = set()
+        for folder, folders, names in os.walk(self.root):
+            folders[:] = [
+                name for name in folders if not (name == OWN and folder == str(self.root))
+            ]
+            prefix = os.path.relpath(folder, self.root)
+            found.update(name if prefix == "." else f"{prefix}/{name}" for name in names)
+        return found
+
+    def records(self, fingerprint: str) -> dict[str, Record]:
+        """The records of targets that were activated or made here; unreadable ones are left out."""
+        found = {}
+        for path in sorted((self._own / "records" / fingerprint).glob("*.json")):
+            with contextlib.suppress(OSError, ChecksumMismatch):
+                record = Record.parse(path.read_bytes())
+                found[record.key] = record
+        return found
+
+    def keep_record(self, record: Record, *, published: bool) -> None:
+        """Notes that every file of the record is in place; written last."""
+        folder = self._own / "records" / record.fingerprint
+        marker = folder / f"{record.key}.unpublished"
+        with self._explaining():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not published:
+                marker.touch(mode=0o600)
+            with replacing(folder / f"{record.key}.json") as file:
+                file.write(record.dump())
+            if published:
+                marker.unlink(missing_ok=True)
+
+    def unpublished(self, fingerprint: str) -> set[str]:
+        """Keys of records that no store has taken yet."""
+        folder = self._own / "records" / fingerprint
+        return {path.stem for path in folder.glob("*.unpublished")}
+
+    def damaged(self, entries: Iterable[FileEntry]) -> tuple[str, ...]:
+        """Faults of files that should be here: missing, or other bytes than recorded."""
+        return check_files(self.root, entries)
+
+    def quarantine(self, entries: Iterable[FileEntry]) -> tuple[str, ...]:
+        """Moves damaged files aside, so that whole ones can take their place. Nothing is deleted."""
+        moved = []
+        for entry in entries:
+            path = self.root / entry.path
+            if path.exists() and check_files(self.root, [entry]):
+                place = self._own / "damaged" / f"{time.time_ns()}-{path.name}"
+                with self._explaining():
+                    place.parent.mkdir(exist_ok=True, mode=0o700)
+                    path.rename(place)
+                moved.append(entry.path)
+        return tuple(moved)
+
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """An empty folder on the root's own file system, gone afterwards; old ones are swept."""
+        parent = self._own / "staging"
+        with self._explaining():
+            parent.mkdir(exist_ok=True, mode=0o700)
+            for left in parent.iterdir():
+                shutil.rmtree(left, ignore_errors=True)
+            folder = Path(tempfile.mkdtemp(dir=parent))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def activate(self, staged: Path, entries: Collection[FileEntry]) -> int:
+        """Puts checked files from staging in place; index entries last. Returns how many were new.
+
+        What is there already is never overwritten: equal content is kept, other content under the
+        same name raises ChecksumMismatch naming both, before anything is put in place.
+        """
+        self.refuse_conflicts(entries)
+        count = 0
+        with self._explaining():
+            for entry in sorted(entries, key=lambda e: (e.path.startswith(ENTRIES_LAST), e.path)):
+                count += _put(staged / entry.path, self.root / entry.path)
+        return count
+
+    def refuse_conflicts(self, entries: Collection[FileEntry]) -> None:
+        """Raises ChecksumMismatch naming every file that is there with other content."""
+        present = [entry for entry in entries if os.path.lexists(self.root / entry.path)]
+        faults = tuple(
+            f"'{self.root / entry.path}' differs from '{entry.path}' of the store"
+            for entry in present
+            if check_files(self.root, [entry])
+        )
+        if faults:
+            raise ChecksumMismatch(
+                f"{len(faults)} files in use differ from the ones to restore: {faults[0]}",
+                next_step="Move the local ones away, or restore into an empty folder with --root",
+                faults=faults,
+            )
+
+
+def _put(source: Path, place: Path) -> int:
+    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        os.link(source, place)
+    except FileExistsError:
+        return 0
+    except OSError:
+        if place.exists():
+            return 0
+        source.rename(place)
+        return 1
+    source.unlink()
+    return 1
+
+
+def default_root() -> str:
+    """COMPILECACHE_ROOT, then TORCHINDUCTOR_CACHE_DIR, then torch's own default."""
+    for name in ("COMPILECACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):
+        if os.environ.get(name):
+            return os.environ[name]
+    from compilecache.torch_names import default_cache_dir
+
+    return default_cache_dir()
+
+
+def filesystem(path: Path) -> str:
+    """The type of file system that holds a path ("ext4", "nfs4", "tmpfs"), "unknown" if untold."""
+    best, kind = "", "unknown"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return kind
+    real = os.path.realpath(path)
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount = left.split()[4].replace("\\040", " ")
+        if len(mount) >= len(best) and (real + "/").startswith(mount.rstrip("/") + "/"):
+            best, kind = mount, right.split()[0]
+    return kind
+
+
+def travels(path: str, *, triton_bundled: bool) -> bool:
+    """Whether a cache file must be in a pack for a start on another machine to compile nothing.
+
+    Generated sources and, where torch bundles them, Triton's files come out of the FX-graph
+    entries again: 6 files of 801 were enough for a drafter on an H200.
+    """
+    if TRANSIENT.search(path) or REMADE.match(path):
+        return False
+    return not (triton_bundled and path.startswith("triton/"))
+
+
+def libraries(used: Collection[str], present: Collection[str]) -> set[str]:
+    """The native libraries behind the lock files that were taken.
+
+    torch takes ``locks/<key>.lock`` whenever it builds or loads ``<2 letters>/<key>….so``, also
+    when Python has the library in memory already and opens nothing.
+    """
+    keys = {path[len("locks/") : -len(".lock")] for path in used if path.startswith("locks/")}
+    return {
+        path
+        for path in present
+        if path.endswith(".so") and path.rpartition("/")[2].partition(".")[0] in keys
+    }

@@ -1,0 +1,102 @@
+"""The command line: a thin shell over the library. Importing it does not import torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+from compilecache.errors import (
+    ChecksumMismatch,
+    CompileCacheError,
+    FingerprintMismatch,
+    LockTimeout,
+    PlanError,
+    UnexpectedCompile,
+    UnsafePath,
+    UntrustedArtifact,
+)
+
+COMMANDS = ("plan", "fingerprint", "warm", "restore", "verify", "publish", "ls")
+
+DONE, FAULT, USAGE, NOT_WARM, DAMAGED, TIMED_OUT = range(6)
+"""Exit codes."""
+
+
+def exit_code(error: CompileCacheError) -> int:
+    """The documented exit code of an error."""
+    if isinstance(error, LockTimeout):
+        return TIMED_OUT
+    if isinstance(error, ChecksumMismatch | UntrustedArtifact | UnsafePath):
+        return DAMAGED
+    if isinstance(error, UnexpectedCompile | FingerprintMismatch):
+        return NOT_WARM
+    return USAGE if isinstance(error, PlanError) else FAULT
+
+
+class _Commands(click.Group):
+    """Imports a command's module only when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"compilecache.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(
+    cls=_Commands,
+    epilog="Exit codes: 0 done, 1 fault, 2 usage, 3 not warm, 4 damaged or untrusted, 5 timed out.",
+)
+@click.version_option(package_name="compilecache")
+def group() -> None:
+    """Compile every shape of a model before training, prove it, and restore it anywhere."""
+
+
+def main() -> NoReturn:
+    """Entry point of ``compilecache``: one clear error, never a traceback."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # workloads are named relative to the folder one stands in
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        group.main(standalone_mode=False)
+    except CompileCacheError as error:
+        _fail(str(error), exit_code(error), error)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted; finished targets are kept, run the same command again", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(DONE)
+    except OSError as error:
+        _fail(f"{error.strerror or error}: {error.filename or 'no file named'}", FAULT, error)
+    except Exception as error:
+        _fail(
+            f"unexpected {type(error).__name__}: {error}. Set COMPILECACHE_DEBUG=1 to see where, "
+            "and please report it",
+            FAULT,
+            error,
+        )
+    sys.exit(DONE)
+
+
+def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _fail(text: str, code: int, error: BaseException | None = None) -> NoReturn:
+    if error is not None and os.environ.get("COMPILECACHE_DEBUG"):
+        raise error
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(code)

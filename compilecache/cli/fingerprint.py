@@ -1,0 +1,38 @@
+"""``compilecache fingerprint``: what must be equal for an artifact to fit this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from compilecache.cli import options as common
+
+
+@click.command(epilog="Example: compilecache fingerprint plan.yaml --device cuda:0 --json")
+@common.plan_argument
+@common.with_options(common.device_option, *common.workload_options)
+@common.json_option
+def fingerprint(
+    plan_file: Path,
+    *,
+    devices: str | None,
+    workload: str | None,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Print the fingerprint of PLAN's workload on this machine, component by component."""
+    plan = common.load_plan(plan_file, workload, settings)
+    places = common.choose_devices(devices)
+    from compilecache.replicas import fingerprint_for
+    from compilecache.workload import workload_of_plan
+
+    mark = fingerprint_for(workload_of_plan(plan), places[0])
+    if as_json:
+        common.print_json(
+            {"digest": mark.digest, "components": dict(sorted(mark.components.items()))}
+        )
+        return
+    click.echo(mark.digest)
+    for name, value in sorted(mark.components.items()):
+        click.echo(f"  {name:24} {value}")

@@ -1,0 +1,126 @@
+"""``compilecache ls``: what a store holds, by fingerprint."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from compilecache.cli import options as common
+
+if TYPE_CHECKING:
+    from compilecache.store import ArtifactStore, StoreEntry
+
+LABELS = ("torch", "gpu", "device", "workload")
+"""Components that tell fingerprints apart at a glance."""
+
+
+@click.command(epilog="Example: compilecache ls --store s3://bucket/cache")
+@click.argument("digest", required=False, metavar="[FINGERPRINT]")
+@common.store_option
+@common.json_option
+def ls(digest: str | None, *, store: str | None, as_json: bool) -> None:
+    """List the fingerprints of the store, or the targets of one (the first digits are enough)."""
+    opened = common.open_store(store)
+    if opened is None:
+        raise click.UsageError("--store none holds nothing to list")
+    if digest is None:
+        _fingerprints(opened, as_json)
+    else:
+        _targets(opened, _full(opened, digest), as_json)
+
+
+def _full(store: ArtifactStore, digest: str) -> str:
+    found = [known for known in store.fingerprints() if known.startswith(digest)]
+    if len(found) != 1:
+        problem = f"{len(found)} fingerprints of '{store.url}' start with '{digest}'"
+        raise click.UsageError(f"{problem}; see 'compilecache ls --store {store.url}'")
+    return found[0]
+
+
+def _fingerprints(store: ArtifactStore, as_json: bool) -> None:
+    rows = []
+    for digest in store.fingerprints():
+        entries = store.entries(digest)
+        rows.append(
+            {
+                "fingerprint": digest,
+                "targets": len(entries),
+                "bytes": sum(entry.pack_bytes for entry in entries),
+                "newest": max((entry.created for entry in entries), default=""),
+                "what": _what(store.get_fingerprint(digest)),
+            }
+        )
+    if as_json:
+        common.print_json({"store": store.url, "fingerprints": rows})
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, title=f"{len(rows)} fingerprints in {store.url}", title_justify="left")
+    table.add_column("fingerprint", no_wrap=True, max_width=12)
+    for column in ("targets", "MB", "age"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("what", overflow="fold")
+    for row in rows:
+        table.add_row(
+            str(row["fingerprint"])[:12],
+            str(row["targets"]),
+            f"{int(str(row['bytes'])) / 1e6:.1f}",
+            age(str(row["newest"])),
+            str(row["what"]),
+        )
+    Console(highlight=False).print(table)
+
+
+def _what(text: str | None) -> str:
+    from compilecache.errors import PlanError
+    from compilecache.fingerprint import Fingerprint
+
+    try:
+        components = Fingerprint.parse(text or "").components
+    except PlanError:
+        return "no readable fingerprint.json"
+    if "workload" not in components:
+        components = {**components, "workload": "adopted directory"}
+    return ", ".join(components[label] for label in LABELS if label in components)
+
+
+def _targets(store: ArtifactStore, digest: str, as_json: bool) -> None:
+    entries = store.entries(digest)
+    if as_json:
+        common.print_json({"fingerprint": digest, "targets": [_entry(entry) for entry in entries]})
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, title=f"{len(entries)} targets of {digest}", title_justify="left")
+    table.add_column("target", overflow="fold")
+    for column in ("gen", "files", "MB", "age"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for entry in entries:
+        table.add_row(
+            entry.key,
+            str(entry.generation),
+            str(entry.files),
+            f"{entry.file_bytes / 1e6:.1f}",
+            age(entry.created),
+        )
+    Console(highlight=False).print(table)
+
+
+def _entry(entry: StoreEntry) -> dict[str, object]:
+    return {name: getattr(entry, name) for name in type(entry).__slots__}
+
+
+def age(created: str) -> str:
+    """How long ago, in one unit: "5 min", "3 h", "12 d"."""
+    try:
+        then = datetime.fromisoformat(created)
+    except ValueError:
+        return "-"
+    minutes = max(0.0, (datetime.now(UTC) - then).total_seconds() / 60)
+    if minutes < 120:
+        return f"{minutes:.0f} min"
+    return f"{minutes / 60:.0f} h" if minutes < 48 * 60 else f"{minutes / 1440:.0f} d"

@@ -1,0 +1,139 @@
+"""Options that several commands share, and what they turn into."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from compilecache.shapes import TARGET_LIMIT, ShapePlan
+
+if TYPE_CHECKING:
+    from compilecache.cachedir import CacheDir
+    from compilecache.progress import Progress
+    from compilecache.store import ArtifactStore
+
+F = TypeVar("F", bound=Callable[..., object])
+
+plan_argument = click.argument(
+    "plan_file", metavar="PLAN", type=click.Path(path_type=Path, dir_okay=False)
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+device_option = click.option(
+    "--device",
+    "devices",
+    metavar="D,D",
+    help="Devices, with the index the trainer uses.  [default: every GPU, else cpu]",
+)
+store_option = click.option(
+    "--store",
+    metavar="URL",
+    help="Artifact store: a folder, s3://…, memory://, or 'none'.  "
+    "[default: COMPILECACHE_STORE, else ~/.cache/compilecache/store]",
+)
+root_option = click.option(
+    "--root",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Cache root.  [default: COMPILECACHE_ROOT, TORCHINDUCTOR_CACHE_DIR, torch's own]",
+)
+network_option = click.option(
+    "--allow-network-root", is_flag=True, help="Use a cache root on a network file system."
+)
+lock_option = click.option(
+    "--lock-timeout",
+    type=click.FloatRange(min=0),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for another process that fills the same root.",
+)
+limit_option = click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=TARGET_LIMIT,
+    show_default=True,
+    help="Most targets allowed.",
+)
+workload_options = (
+    click.option("--workload", metavar="MODULE:ATTR", help="Instead of the plan's own."),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Workload setting; VALUE is JSON or text. Repeatable.",
+    ),
+)
+
+
+def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, listed in this order."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def load_plan(path: Path, workload: str | None, settings: tuple[str, ...]) -> ShapePlan:
+    """The plan file, with another workload or settings where the command line names them."""
+    from compilecache.planning import parse_settings
+
+    plan = ShapePlan.load(path)
+    changes: dict[str, object] = {}
+    if workload is not None:
+        changes |= {"workload": workload, "settings": {}}
+    if settings:
+        kept = {} if workload is not None else plan.settings
+        changes["settings"] = {**kept, **parse_settings(settings)}
+    return plan.model_copy(update=changes)
+
+
+def choose_devices(devices: str | None) -> list[str]:
+    """The devices asked for, or every GPU, or the CPU. Raises PlanError for one that is not here."""
+    from compilecache.replicas import refuse_absent
+
+    if devices is None:
+        import torch
+
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    chosen = [device.strip() for device in devices.split(",") if device.strip()]
+    for device in chosen:
+        refuse_absent(device)
+    return list(dict.fromkeys(chosen))
+
+
+def open_root(root: Path | None, *, allow_network: bool = False) -> CacheDir:
+    """The cache root, created and checked."""
+    from compilecache.cachedir import CacheDir
+
+    cache = CacheDir(root)
+    cache.prepare(allow_network=allow_network)
+    return cache
+
+
+def open_store(store: str | None) -> ArtifactStore | None:
+    """The store; None when the word is 'none'."""
+    from compilecache.store import ArtifactStore
+
+    return None if store == "none" else ArtifactStore.open(store)
+
+
+def show_progress(stack: ExitStack) -> Progress:
+    """A bar on a terminal, plain lines elsewhere, always on standard error."""
+    from compilecache.progress import BarProgress, LineProgress
+
+    return stack.enter_context(BarProgress()) if sys.stderr.isatty() else LineProgress()
+
+
+def print_json(data: object) -> None:
+    """Data of a command, on standard output."""
+    click.echo(json.dumps(data, indent=2, sort_keys=False))

@@ -1,0 +1,83 @@
+"""``compilecache warm``: make every target of a plan exist, locally and in the store."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from compilecache.cli import options as common
+
+
+@click.command(epilog="Example: compilecache warm plan.yaml --store s3://bucket/cache")
+@common.plan_argument
+@common.with_options(
+    common.device_option,
+    common.store_option,
+    common.root_option,
+    *common.workload_options,
+    common.limit_option,
+    common.lock_option,
+    common.network_option,
+)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Fail on cache trouble, on targets that fail and on those that torch never caches.",
+)
+@click.option("--verify", is_flag=True, help="Prove the result in a fresh process afterwards.")
+@common.json_option
+def warm(
+    plan_file: Path,
+    *,
+    devices: str | None,
+    store: str | None,
+    root: Path | None,
+    workload: str | None,
+    settings: tuple[str, ...],
+    limit: int,
+    lock_timeout: float,
+    allow_network_root: bool,
+    strict: bool,
+    verify: bool,
+    as_json: bool,
+) -> None:
+    """Compile what is missing of PLAN, device by device, and publish each target at once.
+
+    What the cache root or the store has already is not compiled again. Interrupt it at any moment:
+    the same command goes on where it stopped.
+    """
+    plan = common.load_plan(plan_file, workload, settings)
+    plan.targets(["cpu"], limit=limit)
+    cache = common.open_root(root, allow_network=allow_network_root)
+    opened = common.open_store(store)
+    from compilecache.pipeline import Job
+    from compilecache.pipeline import warm as run
+    from compilecache.replicas import build_replicas
+    from compilecache.workload import workload_of_plan
+
+    chosen = workload_of_plan(plan)
+    for spec in plan.specs:
+        chosen.check(spec)
+    places = common.choose_devices(devices)
+    job = Job(
+        workload=chosen,
+        targets=plan.targets(places, limit=limit),
+        cache=cache,
+        store=opened,
+        strict=strict,
+        lock_timeout=lock_timeout,
+    )
+    with ExitStack() as stack:
+        report = run(job, build_replicas(chosen, places), common.show_progress(stack))
+    if as_json:
+        common.print_json(report.model_dump(mode="json"))
+    else:
+        click.echo(report.table(), nl=False)
+    if not report.warm:
+        raise SystemExit(3)
+    if verify:
+        from compilecache.cli.verify import check
+
+        check(plan, places, cache, as_json=False, quiet=as_json)

@@ -1,0 +1,245 @@
+"""Engine ``trace``: Dynamo traces every target, the restored directory spares it the compiling.
+
+Per target, on its real device index: real inputs, forward, loss and backward, twice. Works for
+every module that ``torch.compile`` takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from pydantic import JsonValue
+from torch import nn
+
+from compilecache import torch_names
+from compilecache.cachedir import CacheDir, libraries, travels
+from compilecache.errors import CompileFailed, PlanError, RecompileBudgetExceeded
+from compilecache.evidence import Evidence, Outcome
+from compilecache.preserve import preserving
+from compilecache.shapes import CompileTarget, InputSpec
+from compilecache.watch import Sighting, watching
+from compilecache.workload import Workload
+
+SPARE_ENTRIES = 8
+"""Entries beyond the plan, so that a shape somebody adds by hand still compiles."""
+
+RUNS = 3
+"""Two runs settle autotuning and gradient accumulation; a third only if the second compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One instance of the model on one device."""
+
+    device: str
+    """With its index: "cuda:1", "cpu"."""
+    module: nn.Module
+    """The model as the trainer calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one target did."""
+
+    evidence: Evidence
+    """Counters, launches, foreign files, seconds."""
+    files: frozenset[str]
+    """Cache files the target made or read that a start elsewhere needs."""
+
+
+class TraceEngine:
+    """Compiles modules in place and runs targets through them."""
+
+    name = "trace"
+
+    def __init__(
+        self,
+        workload: Workload,
+        cache: CacheDir,
+        options: Mapping[str, JsonValue] | None = None,
+    ) -> None:
+        self._workload = workload
+        self._cache = cache
+        self._options = dict(options or {})
+        self._common: set[str] | None = None
+
+    def compile_in_place(
+        self, replica: Replica, targets: Iterable[CompileTarget], instances: int = 1
+    ) -> None:
+        """Compiles the workload's functions as ``nn.Module.compile`` would, sized for the plan.
+
+        ``targets``: all of the plan on every device, since a code object's entries are shared by
+        devices and instances. Functions that are compiled already are left as they are. Raises
+        RecompileBudgetExceeded before anything runs when torch would not keep that many entries.
+        """
+        needed = Counter(target.spec.function for target in targets)
+        functions = self._workload.functions(replica.module)
+        for name in sorted(needed):
+            if name not in functions:
+                raise PlanError(
+                    f"the plan names function '{name}', the workload has {sorted(functions)}",
+                    next_step="Mend 'function' in the plan's specs",
+                    field="function",
+                )
+            self._compile(functions[name], needed[name] * instances + SPARE_ENTRIES)
+
+    def _compile(self, function: nn.Module, entries: int) -> None:
+        code = type(torch_names.original(function)).forward.__code__
+        total = entries + torch_names.cache_entries(code)
+        carried = torch_names.takes_recompile_limit()
+        compiled = torch_names.is_compiled(function)
+        torch_names.raise_limits(
+            torch_names.Limits(per_code=0 if carried and not compiled else total, in_all=total)
+        )
+        self._assert_budget(total, carried=carried and not compiled)
+        if not compiled:
+            limit = {"recompile_limit": total} if carried else {}
+            function.compile(dynamic=False, **limit, **self._options)
+
+    def _assert_budget(self, total: int, *, carried: bool) -> None:
+        limits = torch_names.limits()
+        ceiling = limits.in_all if carried else min(limits.in_all, limits.per_code)
+        if total > ceiling:
+            raise RecompileBudgetExceeded(
+                f"the plan needs {total} compiled entries for one function, torch keeps {ceiling}",
+                next_step="Plan fewer shapes, or raise torch._dynamo.config.accumulated_recompile_limit",
+                needed=total,
+                limit=ceiling,
+            )
+
+    def run(self, target: CompileTarget, module: nn.Module, *, expect_warm: bool) -> Run:
+        """Runs one target until it has settled and says what that took.
+
+        ``expect_warm``: code generation, should any happen, stays in this process, where it is
+        seen. Raises CompileFailed naming the target; the module is as it was in every case.
+        """
+        device = torch.device(target.device)
+        before = self._cache.files()
+        with ExitStack() as stack:
+            stack.enter_context(_on(device))
+            stack.enter_context(preserving(torch_names.original(module), device))
+            stack.enter_context(torch_names.failing_at_limit())
+            if expect_warm:
+                stack.enter_context(torch_names.compiling_in_process())
+            else:
+                torch_names.forget_loaded()
+            seen = stack.enter_context(watching(self._cache.root))
+            self._probe_cpu(device, seen)
+            counted, seconds = self._settle(target, module, device)
+        after = self._cache.files()
+        return self._judge(counted, seconds, seen, before, after, _peak(device))
+
+    def _probe_cpu(self, device: torch.device, seen: Sighting) -> None:
+        """torch asks the CPU once per process; what that leaves in the root every target needs."""
+        if self._common is None and device.type == "cpu":
+            torch_names.probe_vector_sets()
+            self._common = libraries(seen.used, self._cache.files())
+
+    def _settle(
+        self, target: CompileTarget, module: nn.Module, device: torch.device
+    ) -> tuple[torch_names.Counts, list[float]]:
+        start, seconds = torch_names.counts(), []
+        for _ in range(RUNS):
+            before = torch_names.counts()
+            seconds.append(self._step(target, module, device))
+            if len(seconds) > 1 and torch_names.counts().frames == before.frames:
+                return torch_names.counts().since(start), seconds
+        raise CompileFailed(
+            f"{target} compiles again on every call",
+            next_step="Look for what changes between calls with TORCH_LOGS=recompiles",
+            target=str(target),
+        )
+
+    def _step(self, target: CompileTarget, module: nn.Module, device: torch.device) -> float:
+        spec = target.spec
+        try:
+            began = time.perf_counter()
+            with _phase(spec, module):
+                inputs = self._workload.make_inputs(spec, module, device)
+                self._workload.step(spec, module, inputs)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter() - began
+        except PlanError:
+            raise
+        except Exception as error:
+            raise _failure(target, error) from error
+
+    def _judge(
+        self,
+        counted: torch_names.Counts,
+        seconds: list[float],
+        seen: Sighting,
+        before: set[str],
+        after: set[str],
+        peak: int | None,
+    ) -> Run:
+        bundled = torch_names.bundles_triton()
+        foreign = {path for path in after - before if travels(path, triton_bundled=bundled)}
+        needed = (
+            foreign | (seen.used & after) | libraries(seen.used, after) | (self._common or set())
+        )
+        evidence = Evidence(
+            outcome=_outcome(counted, compiled=bool(seen.launches or foreign)),
+            hits=counted.hits,
+            misses=counted.misses,
+            bypasses=counted.bypasses,
+            launches=len(seen.launches),
+            foreign_files=tuple(sorted(foreign)),
+            seconds=seconds[0],
+            again_seconds=seconds[-1],
+            peak_bytes=peak,
+        )
+        files = frozenset(path for path in needed if travels(path, triton_bundled=bundled))
+        return Run(evidence, files if evidence.outcome != "live" else frozenset())
+
+
+def _outcome(counted: torch_names.Counts, *, compiled: bool) -> Outcome:
+    if counted.bypasses:
+        return "bypass"
+    if counted.misses or compiled:
+        return "miss"
+    return "hit" if counted.hits else "live"
+
+
+def _failure(target: CompileTarget, error: Exception) -> Exception:
+    if torch_names.is_limit_error(error):
+        limits = torch_names.limits()
+        return RecompileBudgetExceeded(
+            f"{target} would be compiled past torch's limit and run on the slow path for ever",
+            next_step="Let ensure_warm compile the module, or pass recompile_limit to torch.compile",
+            needed=limits.per_code + 1,
+            limit=limits.per_code,
+        )
+    first = (str(error).strip().splitlines() or [""])[0][:300]
+    return CompileFailed(
+        f"{target} failed: {type(error).__name__}: {first}",
+        next_step="Run the step eagerly with these shapes, or drop the shape from the plan",
+        target=str(target),
+    )
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        torch.cuda.reset_peak_memory_stats(device)
+        yield
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _phase(spec: InputSpec, module: nn.Module) -> Iterator[None]:
+    module.train(spec.phase == "train")
+    with torch.set_grad_enabled(spec.phase == "train"):
+        yield

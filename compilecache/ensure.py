@@ -1,0 +1,267 @@
+"""``ensure_warm``: one call in a training program, before its first step."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, cast
+
+import torch
+from pydantic import JsonValue
+from torch import nn
+
+from compilecache import ranks, torch_names
+from compilecache.cachedir import CacheDir
+from compilecache.engines.trace import Replica
+from compilecache.errors import CompileCacheError, LockTimeout, PlanError
+from compilecache.examples import ExampleWorkload, specs_of_examples
+from compilecache.pipeline import Job, warm
+from compilecache.progress import BarProgress, LogProgress, Progress
+from compilecache.report import Report
+from compilecache.shapes import InputSpec, ShapePlan, plan_of
+from compilecache.store import ArtifactStore
+from compilecache.workload import HasWorkload, Workload, load_workload
+
+if TYPE_CHECKING:
+    from compilecache.examples import Example
+
+StoreLike = ArtifactStore | str | Path | Literal[False] | None
+
+
+@dataclass
+class Warm:
+    """A process in which every planned target is compiled and loaded."""
+
+    report: Report
+    """What it took, target by target."""
+    plan: ShapePlan
+    """The shapes that are warm."""
+
+    def close(self) -> None:
+        """Ends what guards the process. The compiled functions stay."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def ensure_warm(
+    models: nn.Module | Sequence[nn.Module],
+    shapes: ShapePlan | str | Path | Sequence[InputSpec] | Sequence[Example],
+    *,
+    store: StoreLike = None,
+    workload: Workload | str | None = None,
+    root: str | Path | None = None,
+    compile_options: Mapping[str, JsonValue] | None = None,
+    strict: bool = False,
+    lock_timeout: float = 3600.0,
+    rank_timeout: float = 7200.0,
+    allow_network_root: bool = False,
+    progress: Progress | None = None,
+) -> Warm:
+    """Blocks until every planned shape is compiled and loaded in this process, on every device.
+
+    Restores what the store has, compiles what is missing (one target at a time, under a file lock),
+    publishes it, and runs every target twice. The models come back bit for bit as they were:
+    parameters, buffers, gradients, train/eval modes, random states. Call it before any thread that
+    uses the models starts.
+
+    Args:
+        models: one module, or one replica per device. Eager ones are compiled in place, as
+            ``module.compile(dynamic=False)`` would; compiled ones are left as they are.
+        shapes: a plan, the path of a plan file, a list of ``InputSpec``, or plain examples:
+            what one step is called with, as keyword mappings, tuples or single tensors (meta
+            tensors allowed), for training and evaluation each.
+        store: URL or path of the artifact store; None for ``COMPILECACHE_STORE`` or
+            ``~/.cache/compilecache/store``; False for none.
+        workload: the workload or its ``module:attribute``; by default the model brings it along
+            (``compile_workload()``), and plain examples need none.
+        root: cache root; None for ``COMPILECACHE_ROOT``, ``TORCHINDUCTOR_CACHE_DIR``, torch's own.
+        compile_options: more keyword arguments of ``torch.compile``; they enter the fingerprint.
+        strict: raise on cache trouble, failed and never-cached targets. Otherwise trouble with the
+            cache never ends a run: it is in ``report.gave_up`` and in the log.
+        lock_timeout: seconds to wait for another process that fills the same root.
+        rank_timeout: seconds to wait for the other ranks of a ``torch.distributed`` job.
+        allow_network_root: use a cache root on a network file system all the same.
+        progress: who hears of every step; default a bar on a terminal, the log elsewhere.
+
+    Raises:
+        PlanError: shapes, workload or devices that cannot be used.
+        RecompileBudgetExceeded: torch would not keep that many compiled entries.
+        LockTimeout: another process kept the root locked.
+        CompileFailed: with ``strict``, or when another rank could not get warm.
+    """
+    modules = [models] if isinstance(models, nn.Module) else list(models)
+    replicas = [Replica(device_of(module), module) for module in modules]
+    chosen, plan = _workload_and_plan(modules, shapes, workload)
+    request = _Request(chosen, plan, replicas, compile_options or {}, strict, lock_timeout)
+    outcome: Report | CompileCacheError
+    try:
+        outcome = request.run(root, store, allow_network_root, progress)
+    except CompileCacheError as error:
+        outcome = error
+    failed = isinstance(outcome, CompileCacheError)
+    try:
+        ranks.agree(str(outcome) if failed else None, timeout=rank_timeout)
+    except CompileCacheError as error:
+        outcome = outcome if failed else error
+    if isinstance(outcome, CompileCacheError):
+        raise outcome
+    return Warm(outcome, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    workload: Workload
+    plan: ShapePlan
+    replicas: list[Replica]
+    options: Mapping[str, JsonValue]
+    strict: bool
+    lock_timeout: float
+
+    def run(
+        self,
+        root: str | Path | None,
+        store: StoreLike,
+        allow_network_root: bool,
+        progress: Progress | None,
+    ) -> Report:
+        troubles: list[str] = []
+        cache = self._root(root, allow_network_root, troubles)
+        opened = self._store(store, troubles)
+        with ExitStack() as stack:
+            teller = progress or _progress(stack)
+            for trouble in troubles:
+                teller.trouble(trouble)
+            try:
+                report = warm(self._job(cache, opened), self.replicas, teller)
+            except LockTimeout as error:
+                if self.strict:
+                    raise
+                troubles.append(f"{error} This process compiles in a folder of its own.")
+                teller.trouble(troubles[-1])
+                report = warm(self._job(_own_root(), opened), self.replicas, teller)
+        return report.model_copy(update={"gave_up": (*troubles, *report.gave_up)})
+
+    def _job(self, cache: CacheDir, store: ArtifactStore | None) -> Job:
+        per_device = Counter(replica.device for replica in self.replicas)
+        return Job(
+            workload=self.workload,
+            targets=self.plan.targets(list(per_device)),
+            cache=cache,
+            store=store,
+            options=self.options,
+            instances=max(per_device.values()),
+            strict=self.strict,
+            lock_timeout=self.lock_timeout,
+        )
+
+    def _root(self, root: str | Path | None, allow_network: bool, troubles: list[str]) -> CacheDir:
+        cache = CacheDir(root)
+        try:
+            cache.prepare(allow_network=allow_network)
+        except CompileCacheError as error:
+            if self.strict:
+                raise
+            troubles.append(f"{error} This process compiles in a folder of its own.")
+            return _own_root()
+        return cache
+
+    def _store(self, store: StoreLike, troubles: list[str]) -> ArtifactStore | None:
+        if store is False:
+            return None
+        if isinstance(store, ArtifactStore):
+            return store
+        try:
+            return ArtifactStore.open(store)
+        except CompileCacheError as error:
+            if self.strict:
+                raise
+            troubles.append(f"no store: {error}")
+            return None
+
+
+def _own_root() -> CacheDir:
+    """A fresh folder for this process alone, when the one it should use cannot be used."""
+    cache = CacheDir(tempfile.mkdtemp(prefix="compilecache-"))
+    cache.prepare()
+    return cache
+
+
+def _progress(stack: ExitStack) -> Progress:
+    return stack.enter_context(BarProgress()) if sys.stderr.isatty() else LogProgress()
+
+
+def device_of(module: nn.Module) -> str:
+    """Where a module lives, with its index. Raises PlanError for several devices or none that run."""
+    original = torch_names.original(module)
+    devices = {tensor.device for tensor in (*original.parameters(), *original.buffers())}
+    if len(devices) > 1:
+        raise PlanError(
+            f"model {type(original).__name__} lies on {sorted(map(str, devices))}",
+            next_step="Put each replica on one device before ensure_warm",
+            field="models",
+        )
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise PlanError(
+            f"model {type(original).__name__} lies on device '{device}'",
+            next_step="Move it to a CUDA device or the CPU before ensure_warm",
+            field="models",
+        )
+    if device.type == "cuda" and device.index is None:
+        return f"cuda:{torch.cuda.current_device()}"
+    return str(device)
+
+
+def _workload_and_plan(
+    modules: list[nn.Module],
+    shapes: ShapePlan | str | Path | Sequence[InputSpec] | Sequence[Example],
+    workload: Workload | str | None,
+) -> tuple[Workload, ShapePlan]:
+    if not modules:
+        raise PlanError("there is no model", next_step="Pass one module or more", field="models")
+    original = torch_names.original(modules[0])
+    plan = _plan(shapes)
+    chosen: Workload
+    if isinstance(workload, str):
+        chosen = load_workload(workload, plan.settings if plan else None)
+    elif workload is not None:
+        chosen = workload
+    elif isinstance(original, HasWorkload):
+        chosen = original.compile_workload()
+    else:
+        examples = cast("Sequence[Example]", shapes if plan is None else ())
+        chosen = ExampleWorkload(examples, module=original)
+    if plan is None:
+        plan = plan_of(specs_of_examples(cast("Sequence[Example]", shapes), original))
+    for spec in plan.specs:
+        chosen.check(spec)
+    return chosen, plan
+
+
+def _plan(
+    shapes: ShapePlan | str | Path | Sequence[InputSpec] | Sequence[Example],
+) -> ShapePlan | None:
+    """The plan behind ``shapes``; None when they are plain examples."""
+    if isinstance(shapes, ShapePlan):
+        return shapes
+    if isinstance(shapes, str | Path):
+        return ShapePlan.load(shapes)
+    specs = [shape for shape in shapes if isinstance(shape, InputSpec)]
+    if specs and len(specs) == len(shapes):
+        return plan_of(specs)
+    return None

@@ -1,0 +1,209 @@
+"""What goes between a cache root and a store, for one fingerprint: look, restore, publish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compilecache.artifact import ADOPTED, FileEntry, Record, hash_files
+from compilecache.cachedir import CacheDir
+from compilecache.errors import ChecksumMismatch, CompileCacheError, StoreUnavailable
+from compilecache.evidence import Evidence
+from compilecache.fingerprint import Fingerprint
+from compilecache.pack import write_pack
+from compilecache.shapes import CompileTarget
+from compilecache.store import ArtifactStore, StoreView, fetch_packs
+
+
+@dataclass
+class Restored:
+    """What a restore brought, and what it could not."""
+
+    keys: list[str] = field(default_factory=list)
+    """Targets whose every file is now in the root, checked."""
+    files: int = 0
+    bytes: int = 0
+    """Size of the files that were not there before."""
+    seconds: float = 0.0
+    faults: list[CompileCacheError] = field(default_factory=list)
+    """One for every record that was passed over."""
+
+
+class Exchange:
+    """One root, one store (or none), one fingerprint, and the keys of the targets in question."""
+
+    def __init__(
+        self,
+        cache: CacheDir,
+        store: ArtifactStore | None,
+        mark: Fingerprint,
+        keys: Collection[str],
+    ) -> None:
+        self.cache = cache
+        self.store = store
+        self.mark = mark
+        self.keys = frozenset(keys)
+        self.complete: dict[str, Record] = {}
+        """Records whose files are all in the root, byte for byte."""
+        self._view: StoreView | None = None
+        self._held: dict[str, FileEntry] = {}
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Targets that are not complete in the root."""
+        return self.keys - self.complete.keys()
+
+    def look(self, *, repair: bool = False) -> list[str]:
+        """Finds out what is complete in the root. Returns what is damaged, in words.
+
+        ``repair`` (under the lock only): damaged files are moved aside to make room for whole ones.
+        """
+        troubles = []
+        for key, record in self.cache.records(self.mark.digest).items():
+            if key not in self.missing:
+                continue
+            faults = self.cache.damaged(record.files)
+            if not faults:
+                self.complete[key] = record
+                continue
+            troubles.append(f"{key} is damaged in the cache root: {'; '.join(faults[:3])}")
+            if repair:
+                self.cache.quarantine(record.files)
+        return troubles
+
+    def view(self) -> StoreView:
+        """What the store holds for this fingerprint; asked once. Raises StoreUnavailable."""
+        if self._view is None:
+            if self.store is None:
+                return StoreView(records={}, faults=())
+            self._view = self.store.latest(self.mark.digest, self.keys)
+            self._hold(self._view.records.values())
+        return self._view
+
+    def _hold(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self._held.update({entry.path: entry for entry in record.files})
+
+    # -- store to root ------------------------------------------------------------------------
+
+    def restore(self) -> Restored:
+        """Brings what the store has of the missing targets into the root; under the lock.
+
+        A record that is damaged or in conflict is passed over, listed in ``faults``, and leaves
+        nothing behind. Raises StoreUnavailable.
+        """
+        began = time.perf_counter()
+        done = Restored()
+        view = self.view()
+        done.faults.extend(
+            ChecksumMismatch(fault, next_step="The older record is used", faults=(fault,))
+            for fault in view.faults
+        )
+        wanted = [record for key, record in view.records.items() if key in self.missing]
+        self._bring_all(wanted, done)
+        done.seconds = time.perf_counter() - began
+        return done
+
+    def _bring_all(self, records: list[Record], done: Restored) -> None:
+        if not records:
+            return
+        try:
+            self._bring(records, done)
+        except StoreUnavailable:
+            raise
+        except CompileCacheError as error:
+            if len(records) == 1:
+                done.faults.append(error)
+                return
+            for record in records:
+                self._bring_all([record], done)
+
+    def _bring(self, records: list[Record], done: Restored) -> None:
+        """Fetches, checks and activates records all together, or raises and activates none."""
+        assert self.store is not None
+        entries = {entry.path: entry for record in records for entry in record.files}
+        present = [e for e in entries.values() if (self.cache.root / e.path).is_file()]
+        absent = [e for path, e in entries.items() if not (self.cache.root / path).is_file()]
+        self.cache.refuse_conflicts(present)
+        with self.cache.staging() as staged:
+            fetch_packs(self.store, self.mark.digest, absent, staged)
+            done.files += self.cache.activate(staged, absent)
+        done.bytes += sum(entry.size for entry in absent)
+        for record in records:
+            self.cache.keep_record(record, published=True)
+            self.complete[record.key] = record
+            done.keys.append(record.key)
+
+    # -- root to store ------------------------------------------------------------------------
+
+    def publish(
+        self, target: CompileTarget | None, files: Collection[str], evidence: Evidence | None
+    ) -> Record:
+        """Packs what no other record of the store holds and publishes the target; under the lock.
+
+        Without a store the record is kept in the root only. If the store does not take it, it is
+        kept as unpublished, and the error is raised.
+        """
+        with self.cache.staging() as folder:
+            try:
+                self.view()
+            except StoreUnavailable:
+                self._keep(
+                    self._record(target, files, evidence, folder / "pack")[0], published=False
+                )
+                raise
+            record, pack = self._record(target, files, evidence, folder / "pack")
+            self._keep(record, published=False)
+            if self.store is None:
+                return record
+            self.store.put_fingerprint(self.mark.digest, self.mark.dump())
+            stored = self.store.publish(record, pack)
+        self._keep(stored, published=True)
+        self._hold([stored])
+        return stored
+
+    def publish_complete(self, keys: Collection[str]) -> list[str]:
+        """Publishes those of these complete targets that the store lacks. Returns their keys."""
+        lacking = [key for key in sorted(keys) if key not in self.view().records]
+        for key in lacking:
+            record = self.complete[key]
+            self.publish(record.target, [entry.path for entry in record.files], record.evidence)
+        return lacking
+
+    def _keep(self, record: Record, *, published: bool) -> None:
+        self.cache.keep_record(record, published=published)
+        self.complete[record.key] = record
+
+    def _record(
+        self,
+        target: CompileTarget | None,
+        files: Collection[str],
+        evidence: Evidence | None,
+        out: Path,
+    ) -> tuple[Record, Path | None]:
+        hashed = hash_files(self.cache.root, files)
+        new = [path for path, known in hashed.items() if self._holder(path, known) is None]
+        pack = write_pack(self.cache.root, new, out) if new else None
+        entries = []
+        for path, known in hashed.items():
+            name = self._holder(path, known) or (pack.sha256 if pack else "")
+            entries.append(FileEntry(path=path, size=known[0], xxh3_128=known[1], pack=name))
+        key = target.key if target else ADOPTED
+        previous = self._view.records.get(key) if self._view else None
+        record = Record(
+            fingerprint=self.mark.digest,
+            key=key,
+            target=target,
+            generation=previous.generation + 1 if previous else 1,
+            files=tuple(entries),
+            pack=pack,
+            evidence=evidence,
+        )
+        return record, out if pack else None
+
+    def _holder(self, path: str, known: tuple[int, str]) -> str | None:
+        """The pack of this store that holds exactly this file already."""
+        held = self._held.get(path)
+        return held.pack if held and (held.size, held.xxh3_128) == known else None

@@ -1,0 +1,272 @@
+"""What must be equal for a compiled artifact to be the right one: labelled, digestible, diffable.
+
+Host names, pod addresses, paths and formatting never enter: two pods of one image agree.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import platform
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compilecache.errors import PlanError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from compilecache.workload import Workload
+
+FORMAT = 1
+
+CPU_FLAGS = (
+    "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 avx512_fp16 "
+    "amx_tile amx_int8 amx_bf16 amx_fp16 asimd sve sve2 bf16 i8mm"
+).split()
+"""Instruction sets that Inductor generates code for; others cannot matter."""
+
+ENV_PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_", "PYTORCH_MIOPEN")
+"""Environment variables that may change generated code."""
+
+ENV_IGNORED = (
+    "TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_WORKER_START "
+    "TORCHINDUCTOR_FX_GRAPH_CACHE TORCHINDUCTOR_AUTOGRAD_CACHE TORCH_COMPILE_DEBUG "
+    "TORCH_COMPILE_DEBUG_DIR TORCH_COMPILE_JOB_ID TRITON_CACHE_DIR TRITON_HOME TRITON_DUMP_DIR "
+    "TRITON_OVERRIDE_DIR TRITON_PRINT_AUTOTUNING TRITON_PTXAS_PATH TRITON_ALWAYS_COMPILE"
+).split()
+"""Those that only say where, how fast or how loud."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Labelled components of an environment and a workload."""
+
+    components: Mapping[str, str]
+    """Label → value, both for people to read; the digest is over exactly these."""
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits, the name of this fingerprint in a store."""
+        return hashlib.sha256(self.dump().encode()).hexdigest()[:32]
+
+    def dump(self) -> str:
+        """Canonical JSON."""
+        content = {"format": FORMAT, "components": dict(sorted(self.components.items()))}
+        return json.dumps(content, sort_keys=True, indent=1, ensure_ascii=True)
+
+    @classmethod
+    def parse(cls, text: str) -> Fingerprint:
+        """Reads ``dump``'s output. Raises PlanError when it is something else."""
+        try:
+            content = json.loads(text)
+            components = content["components"]
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']}")
+            return cls({str(name): str(value) for name, value in components.items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"this is no fingerprint of format {FORMAT}: {error}",
+                next_step="Write one with 'compilecache fingerprint --json'",
+            ) from error
+
+    def diff(self, other: Fingerprint) -> dict[str, tuple[str, str]]:
+        """Component → (theirs, ours) wherever ``other`` (theirs) and this one (ours) differ."""
+        names = sorted({*self.components, *other.components})
+        pairs = {
+            n: (other.components.get(n, "absent"), self.components.get(n, "absent")) for n in names
+        }
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def fingerprint(
+    workload: Workload,
+    module: nn.Module,
+    device: torch.device,
+    *,
+    options: Mapping[str, object] | None = None,
+) -> Fingerprint:
+    """The fingerprint of a workload's module in this process, for devices of ``device``'s kind."""
+    return Fingerprint(
+        {
+            **_versions(),
+            **_machine(device),
+            **_settings(),
+            "workload": f"{_import_name(type(workload).__module__)}.{type(workload).__qualname__}",
+            "workload.config": _canonical(workload.config()),
+            "workload.parameters": parameters_digest(module),
+            "compile.options": _canonical(options or {}),
+            **_sources(workload, module),
+        }
+    )
+
+
+def environment(device: torch.device) -> Fingerprint:
+    """Versions and machine alone: what an adopted directory, of whatever workload, is kept under."""
+    return Fingerprint({**_versions(), **_machine(device)})
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=repr, separators=(",", ":"))
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    try:
+        triton = str(importlib.import_module("triton").__version__)
+    except ImportError:
+        triton = "none"
+    return {
+        "torch": torch.__version__,
+        "torch.git": str(torch.version.git_version),
+        "triton": triton,
+        "cuda": str(torch.version.cuda or torch.version.hip or "none"),
+        "python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
+    }
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    import torch
+
+    components = {
+        "device": device.type,
+        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "cpu.flags": " ".join(_cpu_flags()),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        components["gpu"] = f"{properties.name} sm_{properties.major}{properties.minor}"
+        components["driver"] = _driver()
+    else:
+        components["cpu.threads"] = str(torch.get_num_threads())
+    return components
+
+
+def _cpu_flags() -> list[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    line = next((li for li in text.splitlines() if li.startswith(("flags", "Features"))), "")
+    present = set(line.partition(":")[2].split())
+    return [flag for flag in CPU_FLAGS if flag in present]
+
+
+def _driver() -> str:
+    for path in ("/sys/module/nvidia/version", "/proc/driver/nvidia/version"):
+        try:
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        words = text.split()
+        return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
+    return "unknown"
+
+
+def _settings() -> dict[str, str]:
+    import torch
+
+    from compilecache.torch_names import inductor_settings
+
+    environment = {
+        f"env.{name}": value
+        for name, value in os.environ.items()
+        if name.startswith(ENV_PREFIXES) and name not in ENV_IGNORED
+    }
+    return {
+        **environment,
+        **{f"inductor.{name}": value for name, value in inductor_settings().items()},
+        "default_dtype": str(torch.get_default_dtype()),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+    }
+
+
+def parameters_digest(module: nn.Module) -> str:
+    """Over names, shapes, dtypes, strides and requires_grad of parameters and buffers; no values."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    lines = [
+        f"{name} {tuple(t.shape)} {t.dtype} {t.stride()} {t.requires_grad}" for name, t in named
+    ]
+    count = sum(t.numel() for _, t in named)
+    return f"{len(lines)} tensors, {count} elements, {_short(chr(10).join(sorted(lines)))}"
+
+
+def _sources(workload: Workload, module: nn.Module) -> dict[str, str]:
+    given = sorted(set(workload.sources()))
+    if given:
+        return {f"source.{name}": source_digest(name) for name in given}
+    classes = {type(child) for child in module.modules()}
+    own = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
+    modules = {cls.__module__ for cls in own if cls.__module__ != "__main__"}
+    return {
+        **{f"source.{name}": source_digest(name) for name in sorted(modules)},
+        **{
+            f"source.{_import_name('__main__')}.{cls.__qualname__}": _class_digest(cls)
+            for cls in own
+            if cls.__module__ == "__main__"
+        },
+    }
+
+
+def _import_name(module_name: str) -> str:
+    """What ``__main__`` would be called if it were imported, so that both ways agree."""
+    if module_name != "__main__":
+        return module_name
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return spec.name if spec else Path(getattr(main, "__file__", None) or "interactive").stem
+
+
+def _class_digest(cls: type) -> str:
+    """A script changes all the time; of ``__main__`` only the classes themselves count."""
+    try:
+        return _tree_digest(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):
+        return "no source"
+
+
+def source_digest(module_name: str) -> str:
+    """Over the syntax tree of a module's source: comments, blank lines, docstrings do not count."""
+    module = importlib.import_module(module_name)
+    path = getattr(module, "__file__", None)
+    if path is None or not path.endswith(".py"):
+        return f"no source: {getattr(module, '__version__', 'unversioned')}"
+    return _tree_digest(Path(path).read_text(encoding="utf-8"))
+
+
+def _tree_digest(source: str) -> str:
+    return _short(ast.dump(_without_docstrings(ast.parse(source)), annotate_fields=False))
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and _is_text(first.value):
+                node.body = node.body[1:]
+    return tree
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def nearest(mine: Fingerprint, others: Iterable[Fingerprint]) -> Fingerprint | None:
+    """The published fingerprint that differs in the fewest components."""
+    return min(others, key=lambda other: len(mine.diff(other)), default=None)

@@ -1,0 +1,63 @@
+"""Runs a plan's targets in this fresh process and reports what that took: the inside of a proof.
+
+Started by ``compilecache.proof`` as ``python -m compilecache.fresh REQUEST RESULT`` with the cache
+root to prove in TORCHINDUCTOR_CACHE_DIR.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from compilecache.cachedir import CacheDir
+from compilecache.engines.trace import Replica, Run, TraceEngine
+from compilecache.errors import CompileCacheError, CompileFailed
+from compilecache.fingerprint import Fingerprint, fingerprint
+from compilecache.pipeline import walk
+from compilecache.proof import Request, Result, Row
+from compilecache.replicas import build_replicas
+from compilecache.shapes import CompileTarget
+from compilecache.workload import workload_of_plan
+
+
+def run(request: Request) -> Result:
+    """Every target, expected to be warm."""
+    workload = workload_of_plan(request.plan)
+    cache = CacheDir(request.root)
+    cache.prepare()
+    engine = TraceEngine(workload, cache, request.options)
+    marks: list[Fingerprint] = []
+
+    def replicas() -> Iterator[Replica]:
+        for replica in build_replicas(workload, request.devices):
+            device = torch.device(replica.device)
+            marks.append(fingerprint(workload, replica.module, device, options=request.options))
+            yield replica
+
+    always: Callable[[CompileTarget], bool] = lambda _: True  # noqa: E731
+    targets = request.plan.targets(request.devices)
+    rows = [_row(*pair) for pair in walk(engine, replicas(), targets, always)]
+    return Result(fingerprint=marks[0].dump(), rows=tuple(rows))
+
+
+def _row(target: CompileTarget, run: Run | CompileFailed) -> Row:
+    if isinstance(run, CompileFailed):
+        return Row(target=target, error=str(run))
+    return Row(target=target, evidence=run.evidence, files=tuple(sorted(run.files)))
+
+
+def main() -> None:
+    """Entry point of the fresh process."""
+    request = Request.model_validate_json(Path(sys.argv[1]).read_bytes())
+    try:
+        result = run(request)
+    except CompileCacheError as error:
+        result = Result(error=str(error))
+    Path(sys.argv[2]).write_text(result.model_dump_json(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

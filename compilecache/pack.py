@@ -1,0 +1,354 @@
+"""Packs: deterministic tar + zstd, written from a directory and read back without trust in it.
+
+A pack is a plain archive: ``tar --zstd -xf PACK`` reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import xxhash
+
+from compilecache.artifact import FileEntry, PackInfo, Tree, check_name
+from compilecache.errors import ChecksumMismatch, UnsafePath
+from compilecache.files import replacing
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+LEVEL = 3
+BLOCK_BYTES = 1 << 20
+_RECORD = tarfile.BLOCKSIZE
+_NAME_LIMIT = 8192
+
+
+class Readable(Protocol):
+    """A stream of bytes: a file, or what a store gives for one."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most ``size`` bytes, none at the end."""
+
+
+def write_pack(root: Path, paths: Iterable[str], out: Path) -> PackInfo:
+    """Packs files below ``root`` into ``out``; equal files give equal bytes, wherever and whenever.
+
+    Raises UnsafePath for links and names that would leave the root, ChecksumMismatch for a file that
+    changes meanwhile, OSError.
+    """
+    names = sorted(set(paths))
+    tree = Tree(root)
+    with replacing(out) as file:
+        writer = _Writer(file)
+        for name in names:
+            with tree.open(name) as (descriptor, size):
+                writer.add(name, descriptor, size)
+        sha256, packed = writer.close()
+    return PackInfo(sha256=sha256, size=packed, files=len(names))
+
+
+class _Writer:
+    """tar into zstd into a file, with the digest of what is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._zstd = zstd.ZstdCompressor(level=LEVEL)
+        self._sha256 = hashlib.sha256()
+        self._size = 0
+
+    def add(self, name: str, descriptor: int, size: int) -> None:
+        header = tarfile.TarInfo(name)
+        header.size, header.mode, header.mtime = size, 0o600, 0
+        self._put(header.tobuf(tarfile.GNU_FORMAT, "utf-8", "strict"))
+        left = size
+        while left and (block := os.read(descriptor, min(left, BLOCK_BYTES))):
+            self._put(block)
+            left -= len(block)
+        if left or os.read(descriptor, 1):
+            raise ChecksumMismatch(
+                f"file '{name}' changed while it was packed",
+                next_step="Pack again once nothing writes to the cache",
+                faults=(f"{name}: changed while it was packed",),
+            )
+        self._put(bytes(-size % _RECORD))
+
+    def close(self) -> tuple[str, int]:
+        self._put(bytes(2 * _RECORD))
+        self._write(self._zstd.flush())
+        return self._sha256.hexdigest(), self._size
+
+    def _put(self, data: bytes) -> None:
+        self._write(self._zstd.compress(data))
+
+    def _write(self, data: bytes) -> None:
+        self._sha256.update(data)
+        self._size += len(data)
+        self._file.write(data)
+
+
+def unpack(
+    stream: Readable,
+    sha256: str,
+    wanted: Mapping[str, FileEntry],
+    dest: Path,
+    *,
+    spare_bytes: int = 0,
+) -> None:
+    """Writes the wanted files of a pack below ``dest``, every digest checked, in one pass.
+
+    Files of the pack that nobody wants are faults; with ``spare_bytes`` they are skipped, up to so
+    many bytes in all. Nothing is decompressed much past what the wanted files and these add up to.
+    Raises ChecksumMismatch with every fault found, UnsafePath for a pack that is intact but holds
+    links, devices or names outside the root, OSError from either side. After any error none of the
+    files is left.
+    """
+    inflated = _Inflated(stream, _tar_bytes(wanted.values()) + spare_bytes)
+    unpacker = _Unpacker(_Tar(inflated), wanted, dest, skips=spare_bytes > 0)
+    try:
+        unsafe = unpacker.run()
+        actual = inflated.drain()
+        if actual != sha256:
+            unpacker.faults.insert(0, f"pack {sha256[:12]}: its sha256 is {actual}")
+        elif unsafe is not None:
+            raise unsafe
+        if unpacker.faults:
+            raise broken_packs(unpacker.faults)
+    except BaseException:
+        unpacker.undo()
+        raise
+
+
+def sha256_of(stream: Readable) -> str:
+    """Hex digest of what is left of a stream."""
+    digest = hashlib.sha256()
+    while block := stream.read(BLOCK_BYTES):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def broken_packs(faults: Iterable[str]) -> ChecksumMismatch:
+    """The error for everything found wrong with one or several packs."""
+    found = tuple(faults)
+    more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+    return ChecksumMismatch(
+        f"the store holds other bytes than its records promise: {'; '.join(found[:5])}{more}",
+        next_step="Compile and publish these targets again; the new records supersede the old",
+        faults=found,
+    )
+
+
+def _tar_bytes(entries: Iterable[FileEntry]) -> int:
+    """At least what a tar of these files weighs: contents, headers, long names, padding."""
+    return 64 * _RECORD + sum(e.size + 5 * _RECORD + 4 * len(e.path) for e in entries)
+
+
+class _DamageError(Exception):
+    """The archive cannot be read further."""
+
+
+class _Inflated:
+    """Decompressed blocks of a stream, and the digest of its compressed bytes."""
+
+    def __init__(self, stream: Readable, limit: int) -> None:
+        self._stream = stream
+        self._left = limit
+        self._zstd = zstd.ZstdDecompressor()
+        self._sha256 = hashlib.sha256()
+
+    def block(self) -> bytes:
+        """At most BLOCK_BYTES; empty at the end. Raises _DamageError."""
+        while not self._zstd.eof:
+            data = self._read() if self._zstd.needs_input else b""
+            if not data and self._zstd.needs_input:
+                raise _DamageError("it ends too early")
+            try:
+                inflated = self._zstd.decompress(data, BLOCK_BYTES)
+            except zstd.ZstdError:
+                raise _DamageError("it is not zstd, or damaged") from None
+            self._left -= len(inflated)
+            if self._left < 0:
+                raise _DamageError("it unpacks to more than its records list")
+            if inflated:
+                return inflated
+        return b""
+
+    def drain(self) -> str:
+        """sha256 of the whole stream, reading what is left of it."""
+        while self._read():
+            pass
+        return self._sha256.hexdigest()
+
+    def _read(self) -> bytes:
+        data = self._stream.read(BLOCK_BYTES)
+        self._sha256.update(data)
+        return data
+
+
+class _Tar:
+    """The members of a tar stream: plain files and GNU long names, nothing else."""
+
+    def __init__(self, inflated: _Inflated) -> None:
+        self._inflated = inflated
+        self._rest = memoryview(b"")
+
+    def members(self) -> Iterator[tuple[str, int]]:
+        """Name and size of each file; its content is then to be taken. Raises _DamageError, UnsafePath."""
+        long_name: str | None = None
+        while (header := self._header()) is not None:
+            if header.type == tarfile.GNUTYPE_LONGNAME:
+                long_name = self._long_name(header.size)
+                continue
+            name = check_name(header.name if long_name is None else long_name)
+            if header.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                raise UnsafePath(
+                    f"pack member '{name}' is no regular file (tar type {header.type!r})",
+                    next_step="Do not use this artifact; publish it anew from a cache you trust",
+                    path=name,
+                )
+            yield name, header.size
+            long_name = None
+            self._padding(header.size)
+
+    def take(self, count: int) -> Iterator[memoryview]:
+        """The next ``count`` bytes, in pieces. Raises _DamageError at the end of the stream."""
+        while count:
+            if not self._rest:
+                self._rest = memoryview(self._inflated.block())
+                if not self._rest:
+                    raise _DamageError("it ends too early")
+            piece, self._rest = self._rest[:count], self._rest[count:]
+            count -= len(piece)
+            yield piece
+
+    def at_end(self) -> bool:
+        """True when nothing follows but zeros, the padding that tar adds."""
+        clean = not any(self._rest)
+        while clean and (block := self._inflated.block()):
+            clean = not any(block)
+        return clean
+
+    def _header(self) -> tarfile.TarInfo | None:
+        data = self._exactly(_RECORD)
+        if not any(data):
+            if any(self._exactly(_RECORD)):
+                raise _DamageError("its end mark is damaged")
+            return None
+        try:
+            # The short form of a long name may end inside a character; a long name replaces it.
+            header = tarfile.TarInfo.frombuf(data, "utf-8", "surrogateescape")
+        except tarfile.HeaderError:
+            raise _DamageError("a tar header is damaged") from None
+        if header.size < 0:
+            raise _DamageError("a tar header has a negative size")
+        return header
+
+    def _long_name(self, size: int) -> str:
+        if size > _NAME_LIMIT:
+            raise _DamageError("a file name is too long")
+        data = self._exactly(size)
+        self._padding(size)
+        try:
+            return data.rstrip(b"\0").decode()
+        except UnicodeDecodeError:
+            raise _DamageError("a file name is not UTF-8") from None
+
+    def _padding(self, size: int) -> None:
+        self._exactly(-size % _RECORD)
+
+    def _exactly(self, count: int) -> bytes:
+        return b"".join(self.take(count))
+
+
+class _Unpacker:
+    """Writes what is wanted of a tar stream and remembers everything wrong with it."""
+
+    def __init__(
+        self, tar: _Tar, wanted: Mapping[str, FileEntry], dest: Path, *, skips: bool
+    ) -> None:
+        self._tar = tar
+        self._wanted = wanted
+        self._dest = dest
+        self._skips = skips
+        self._seen: set[str] = set()
+        self._directories = {""}
+        self._written: list[str] = []
+        self.faults: list[str] = []
+
+    def run(self) -> UnsafePath | None:
+        """Reads to the end, or to where the archive cannot be read further."""
+        try:
+            for name, size in self._tar.members():
+                self._member(name, size)
+            if not self._tar.at_end():
+                raise _DamageError("something follows its end mark")
+        except _DamageError as damage:
+            self.faults.append(f"the pack cannot be read further: {damage}")
+        except UnsafePath as error:
+            return error
+        missing = sorted(self._wanted.keys() - self._seen)
+        self.faults.extend(f"{name}: not in its pack" for name in missing)
+        return None
+
+    def undo(self) -> None:
+        """Removes what was written."""
+        for name in self._written:
+            with suppress(FileNotFoundError):
+                os.unlink(self._dest / name)  # noqa: PTH108 - thousands of names
+
+    def _member(self, name: str, size: int) -> None:
+        entry = self._wanted.get(name)
+        fault = self._fault(name, size, entry)
+        if fault is None and entry is not None:
+            if self._write(name, size) != entry.xxh3_128:
+                self.faults.append(f"{name}: content differs")
+        else:
+            self.faults.extend([fault] if fault else [])
+            for _ in self._tar.take(size):
+                pass
+        self._seen.add(name)
+
+    def _fault(self, name: str, size: int, entry: FileEntry | None) -> str | None:
+        if name in self._seen:
+            return f"{name}: twice in its pack"
+        if entry is None:
+            return None if self._skips else f"{name}: in the pack, but no record lists it"
+        return None if size == entry.size else f"{name}: {size} bytes instead of {entry.size}"
+
+    def _write(self, name: str, size: int) -> str:
+        self._make_parents(name.rpartition("/")[0])
+        digest = xxhash.xxh3_128()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._dest / name, flags, 0o600)
+        self._written.append(name)
+        try:
+            for piece in self._tar.take(size):
+                digest.update(piece)
+                while piece:
+                    piece = piece[os.write(descriptor, piece) :]
+        finally:
+            os.close(descriptor)
+        return digest.hexdigest()
+
+    def _make_parents(self, parent: str) -> None:
+        if parent in self._directories:
+            return
+        self._make_parents(parent.rpartition("/")[0])
+        path = self._dest / parent
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise UnsafePath(
+                f"'{path}' is in the way of the directory of that name",
+                next_step="Restore into an empty directory",
+                path=path,
+            )
+        self._directories.add(parent)

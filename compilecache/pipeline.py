@@ -1,0 +1,310 @@
+"""The main job: look, lock, look again, restore, compile what is missing, publish, prime.
+
+One function walks the targets for all three uses (a cold warm-up, a proof in a fresh process, the
+priming of a trainer); only the expected number of compiles differs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from pydantic import JsonValue
+
+from compilecache import torch_names
+from compilecache.artifact import ADOPTED
+from compilecache.cachedir import CacheDir
+from compilecache.engines.trace import Replica, Run, TraceEngine
+from compilecache.errors import (
+    CompileCacheError,
+    CompileFailed,
+    LockTimeout,
+    PlanError,
+    UnexpectedCompile,
+)
+from compilecache.exchange import Exchange, Restored
+from compilecache.fingerprint import environment, fingerprint
+from compilecache.progress import LogProgress, Progress
+from compilecache.report import Report, Status, TargetReport
+from compilecache.shapes import CompileTarget
+from compilecache.store import ArtifactStore
+from compilecache.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to make warm, and where."""
+
+    workload: Workload
+    """Builds, feeds and steps the model."""
+    targets: tuple[CompileTarget, ...]
+    """All specs on all devices."""
+    cache: CacheDir
+    """The local root, prepared."""
+    store: ArtifactStore | None = None
+    """The remote side; None keeps everything local."""
+    options: Mapping[str, JsonValue] = field(default_factory=dict)
+    """More keyword arguments of ``torch.compile``; they enter the fingerprint."""
+    instances: int = 1
+    """Replicas on one device; each may need entries of its own."""
+    strict: bool = False
+    """Raise on cache trouble and failed targets instead of reporting them."""
+    lock_timeout: float = 3600.0
+    """Seconds to wait for another writer; above what the slowest target takes."""
+
+
+def warm(job: Job, replicas: Iterable[Replica], progress: Progress | None = None) -> Report:
+    """Makes every target warm in the cache root and primes it in this process.
+
+    ``replicas`` are taken one at a time, so a generator that builds them keeps about one in memory.
+    Raises PlanError, RecompileBudgetExceeded and LockTimeout; with ``strict`` also CompileFailed,
+    UnexpectedCompile and every cache trouble.
+    """
+    iterator = iter(replicas)
+    first = next(iterator)
+    mark = fingerprint(
+        job.workload,
+        torch_names.original(first.module),
+        torch.device(first.device),
+        options=job.options,
+    )
+    keys = {target.key for target in job.targets}
+    warming = _Warming(job, Exchange(job.cache, job.store, mark, keys), progress or LogProgress())
+    return warming.run(chain([first], iterator))
+
+
+def walk(
+    engine: TraceEngine,
+    replicas: Iterable[Replica],
+    targets: Sequence[CompileTarget],
+    starting: Callable[[CompileTarget], bool],
+    *,
+    instances: int = 1,
+) -> Iterator[tuple[CompileTarget, Run | CompileFailed]]:
+    """Runs every target on its device, one at a time, and yields what happened.
+
+    ``starting`` hears of each target and says whether it is expected to be warm. A target that
+    fails is yielded as its error; the others go on.
+    """
+    for replica in replicas:
+        engine.compile_in_place(replica, targets, instances)
+        for target in targets:
+            if target.device != replica.device:
+                continue
+            expect_warm = starting(target)
+            try:
+                yield target, engine.run(target, replica.module, expect_warm=expect_warm)
+            except CompileFailed as error:
+                yield target, error
+
+
+class _Warming:
+    """One run of the pipeline."""
+
+    def __init__(self, job: Job, exchange: Exchange, progress: Progress) -> None:
+        self._job = job
+        self._exchange = exchange
+        self._progress = progress
+        self._engine = TraceEngine(job.workload, job.cache, job.options)
+        self._restored = Restored()
+        self._gave_up: list[str] = []
+        self._rows: list[TargetReport] = []
+        self._locked = False
+
+    def run(self, replicas: Iterator[Replica]) -> Report:
+        began = time.perf_counter()
+        self._job.cache.use()
+        self._progress.begin(len(self._job.targets))
+        self._exchange.look()
+        if self._exchange.missing:
+            with self._lock():
+                self._fill()
+                if self._exchange.missing:
+                    self._walk(replicas)
+        if not self._rows:
+            self._walk(replicas)
+        self._publish_left_over()
+        return self._report(time.perf_counter() - began)
+
+    def _fill(self) -> None:
+        """Looks again, now that nobody else writes, and restores what the store has."""
+        for trouble in self._exchange.look(repair=True):
+            self._trouble(f"{trouble}; moved aside")
+        if self._job.store is None or not self._exchange.missing:
+            return
+        self._progress.doing("restoring", f"from {self._job.store.url}")
+        with self._surviving("restoring"):
+            self._restored = self._exchange.restore()
+            if self._exchange.missing:
+                self._adopt(self._job.store)
+        for fault in self._restored.faults:
+            with self._surviving("restoring"):
+                raise fault
+
+    def _adopt(self, store: ArtifactStore) -> None:
+        """A directory somebody saved as it was may hold what is missing; torch itself will tell."""
+        mark = environment(torch.device(self._job.targets[0].device))
+        adopted = Exchange(self._job.cache, store, mark, [ADOPTED]).restore()
+        self._restored.faults.extend(adopted.faults)
+        self._restored.bytes += adopted.bytes
+        self._restored.files += adopted.files
+
+    # -- walking ----------------------------------------------------------------------------
+
+    def _walk(self, replicas: Iterator[Replica]) -> None:
+        complete = self._exchange.complete
+
+        def starting(target: CompileTarget) -> bool:
+            self._announce("priming" if target.key in complete else "compiling", target)
+            return target.key in complete
+
+        for target, run in walk(
+            self._engine, replicas, self._job.targets, starting, instances=self._job.instances
+        ):
+            row = (
+                self._failed(target, run)
+                if isinstance(run, CompileFailed)
+                else self._ran(target, run)
+            )
+            self._rows.append(row)
+            self._progress.done(row)
+
+    def _failed(self, target: CompileTarget, error: CompileFailed) -> TargetReport:
+        if self._job.strict:
+            raise error
+        self._trouble(str(error))
+        return self._row(target, "failed", error=str(error))
+
+    def _ran(self, target: CompileTarget, run: Run) -> TargetReport:
+        complete = target.key in self._exchange.complete
+        self._judge(target, run, complete=complete)
+        published = self._keep(target, run, complete=complete)
+        return self._row(target, self._status(target, run), run=run, published=published)
+
+    def _status(self, target: CompileTarget, run: Run) -> Status:
+        if not run.evidence.compiled_nothing:
+            return "compiled"
+        return "restored" if target.key in self._restored.keys else "local"
+
+    def _judge(self, target: CompileTarget, run: Run, *, complete: bool) -> None:
+        """Says what should not have happened; with strict it is an error."""
+        seen = run.evidence
+        problem = ""
+        if seen.outcome == "bypass":
+            problem = f"{target} is never cached by torch: it compiles again on every start"
+        elif complete and not seen.compiled_nothing:
+            problem = f"{target} was complete in the cache and compiled all the same ({_why(run)})"
+        if problem and self._job.strict:
+            raise UnexpectedCompile(
+                problem,
+                next_step="See docs/troubleshooting.md, 'complete but compiled' and 'bypass'",
+                target=str(target),
+            )
+        if problem:
+            self._trouble(problem)
+
+    def _announce(self, phase: str, target: CompileTarget) -> None:
+        self._progress.doing(phase, str(target))
+        if self._locked:
+            self._job.cache.say(f"{phase} {target}")
+
+    def _row(
+        self,
+        target: CompileTarget,
+        status: Status,
+        *,
+        run: Run | None = None,
+        published: bool = False,
+        error: str | None = None,
+    ) -> TargetReport:
+        record = self._exchange.complete.get(target.key)
+        return TargetReport(
+            key=target.key,
+            target=str(target),
+            device=target.device,
+            status=status,
+            evidence=run.evidence if run else None,
+            bytes=sum(entry.size for entry in record.files) if record else 0,
+            published=published,
+            error=error,
+        )
+
+    # -- publishing -------------------------------------------------------------------------
+
+    def _keep(self, target: CompileTarget, run: Run, *, complete: bool) -> bool:
+        """Packs and publishes a finished target at once. True when the store took it."""
+        if not run.files or (complete and run.evidence.compiled_nothing):
+            return False
+        with self._surviving(f"publishing {target}"), self._lock():
+            self._announce("publishing", target)
+            self._exchange.publish(target, run.files, run.evidence)
+            return self._job.store is not None
+        return False
+
+    def _publish_left_over(self) -> None:
+        """What an earlier run compiled while the store was down goes there now."""
+        waiting = self._job.cache.unpublished(self._exchange.mark.digest)
+        waiting &= self._exchange.complete.keys()
+        if self._job.store is not None and waiting:
+            with self._surviving("publishing what was left over"), self._lock():
+                self._exchange.publish_complete(waiting)
+
+    # -- trouble ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        if self._locked:
+            yield
+            return
+
+        def waiting(holder: str) -> None:
+            self._progress.doing("waiting", f"for {holder}")
+
+        with self._job.cache.lock("warming up", timeout=self._job.lock_timeout, waiting=waiting):
+            self._locked = True
+            try:
+                yield
+            finally:
+                self._locked = False
+
+    @contextmanager
+    def _surviving(self, what: str) -> Iterator[None]:
+        """Cache trouble never ends a training run, unless strict."""
+        try:
+            yield
+        except (PlanError, LockTimeout):
+            raise
+        except (CompileCacheError, OSError) as error:
+            if self._job.strict:
+                raise
+            self._trouble(f"{what} gave up: {error}")
+
+    def _trouble(self, text: str) -> None:
+        self._gave_up.append(text)
+        self._progress.trouble(text)
+
+    def _report(self, seconds: float) -> Report:
+        return Report(
+            fingerprint=self._exchange.mark.digest,
+            engine=self._engine.name,
+            root=str(self._job.cache.root),
+            store=self._job.store.url if self._job.store else None,
+            targets=tuple(self._rows),
+            gave_up=tuple(self._gave_up),
+            restored_bytes=self._restored.bytes,
+            restored_files=self._restored.files,
+            restore_seconds=self._restored.seconds,
+            seconds=seconds,
+        )
+
+
+def _why(run: Run) -> str:
+    seen = run.evidence
+    return (
+        f"{seen.misses} misses, {seen.bypasses} bypasses, {seen.launches} compiler launches, "
+        f"{len(seen.foreign_files)} new files"
+    )

@@ -1,0 +1,164 @@
+"""Proof that a cache is warm: every target run in a fresh process that sees a copy of it.
+
+The copy holds what a restore elsewhere would bring and nothing else; the cache itself is not
+touched. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from compilecache.cachedir import OWN, CacheDir, travels
+from compilecache.errors import CompileFailed, PlanError, UnsafePath
+from compilecache.evidence import Evidence
+from compilecache.fingerprint import Fingerprint
+from compilecache.shapes import CompileTarget, ShapePlan
+
+
+class Request(BaseModel):
+    """What the fresh process is to run."""
+
+    plan: ShapePlan
+    devices: list[str]
+    root: str
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class Row(BaseModel):
+    """What one target did there."""
+
+    model_config = ConfigDict(frozen=True)
+
+    target: CompileTarget
+    evidence: Evidence | None = None
+    """None when it failed."""
+    files: tuple[str, ...] = ()
+    """Cache files it needed."""
+    error: str | None = None
+
+    @property
+    def warm(self) -> bool:
+        """It ran from the cache and generated no code."""
+        return bool(self.evidence and self.evidence.compiled_nothing and self.evidence.hits)
+
+    def __str__(self) -> str:
+        seen = self.evidence
+        if seen is None:
+            return f"{self.target}: {self.error}"
+        return (
+            f"{self.target}: {seen.hits} hits, {seen.misses} misses, {seen.bypasses} bypasses, "
+            f"{seen.launches} compiler launches, {len(seen.foreign_files)} new files"
+        )
+
+
+class Result(BaseModel):
+    """Everything the fresh process saw, or why it could see nothing."""
+
+    fingerprint: str = ""
+    """Its fingerprint, as ``Fingerprint.dump`` writes it."""
+    rows: tuple[Row, ...] = ()
+    error: str | None = None
+
+    @property
+    def warm(self) -> bool:
+        """Every target was."""
+        return self.error is None and all(row.warm for row in self.rows)
+
+    @property
+    def digest(self) -> str:
+        """The fingerprint's digest."""
+        return Fingerprint.parse(self.fingerprint).digest
+
+
+def prove(
+    plan: ShapePlan,
+    devices: Sequence[str],
+    root: Path,
+    *,
+    options: Mapping[str, JsonValue] | None = None,
+    timeout: float | None = None,
+) -> Result:
+    """Runs every target of the plan in a new process on a copy of ``root``.
+
+    Raises CompileFailed when that process dies or outlives ``timeout`` seconds, PlanError for what
+    it says of the plan, the workload or the devices.
+    """
+    everything = CacheDir(root).files()
+    needed = [path for path in everything if travels(path, triton_bundled=True)]
+    with copy_of(root, needed) as copy:
+        return run_fresh(Request(plan=plan, devices=list(devices), root=str(copy),
+                                 options=dict(options or {})), timeout)  # fmt: skip
+
+
+@contextmanager
+def copy_of(source: Path, paths: Iterable[str]) -> Iterator[Path]:
+    """A folder with hard links (copies, across file systems) of these files; gone afterwards."""
+    near = source / OWN
+    parent = near if os.access(near, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=parent, prefix="proof-") as folder:
+        for path in paths:
+            place = Path(folder, path)
+            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _link(source / path, place)
+        yield Path(folder)
+
+
+def _link(source: Path, place: Path) -> None:
+    if source.is_symlink():
+        raise UnsafePath(
+            f"'{source}' is a link",
+            next_step="Remove it from the cache; only regular files are proven and packed",
+            path=source,
+        )
+    try:
+        os.link(source, place)
+    except OSError:
+        shutil.copyfile(source, place)
+
+
+def run_fresh(request: Request, timeout: float | None = None) -> Result:
+    """Runs every target in a new Python process with ``request.root`` itself as its cache."""
+    with tempfile.TemporaryDirectory(prefix="compilecache-") as folder:
+        asked, told = Path(folder, "request.json"), Path(folder, "result.json")
+        asked.write_text(request.model_dump_json(), encoding="utf-8")
+        ended = _spawn([str(asked), str(told)], request.root, timeout)
+        try:
+            result = Result.model_validate_json(told.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise CompileFailed(
+                f"the fresh process {ended} before it could report",
+                next_step="See what it printed above, and run the workload's step by hand",
+                target="fresh process",
+            ) from error
+    if result.error is not None:
+        raise PlanError(
+            f"in a fresh process: {result.error}", next_step="Mend that, then try again"
+        )
+    return result
+
+
+def _spawn(arguments: list[str], root: str, timeout: float | None) -> str:
+    """How the process ended, in words. Its output goes to standard error."""
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": root,
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+    }
+    command = [sys.executable, "-m", "compilecache.fresh", *arguments]
+    with subprocess.Popen(command, env=environment, stdout=sys.stderr.fileno()) as child:
+        try:
+            code = child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return f"was ended after {timeout:.0f} s"
+        finally:
+            child.kill()
+    return f"ended with {code}"

@@ -1,0 +1,104 @@
+"""What a warm-up did, target by target: for programs (JSON) and for people (a table)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from compilecache.evidence import Evidence
+
+Status = Literal["restored", "local", "compiled", "failed"]
+
+
+class TargetReport(BaseModel):
+    """One target."""
+
+    model_config = ConfigDict(frozen=True)
+
+    key: str
+    """Its name within the fingerprint."""
+    target: str
+    """Spec and device, in words."""
+    device: str
+    status: Status
+    """restored: from the store. local: was in the cache root. compiled: made here. failed: see error."""
+    evidence: Evidence | None = None
+    """None when the target did not run."""
+    bytes: int = 0
+    """Size of its files."""
+    published: bool = False
+    """Whether its artifact went to the store in this run."""
+    error: str | None = None
+
+
+class Report(BaseModel):
+    """A whole warm-up."""
+
+    model_config = ConfigDict(frozen=True)
+
+    fingerprint: str
+    engine: str
+    root: str
+    store: str | None
+    targets: tuple[TargetReport, ...]
+    gave_up: tuple[str, ...] = ()
+    """Cache trouble that was survived, in words; empty on a good day."""
+    restored_bytes: int = 0
+    restored_files: int = 0
+    restore_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def count(self, status: Status) -> int:
+        """How many targets ended that way."""
+        return sum(target.status == status for target in self.targets)
+
+    @property
+    def compiles(self) -> int:
+        """Targets for which code was generated in this run."""
+        return sum(bool(t.evidence and not t.evidence.compiled_nothing) for t in self.targets)
+
+    @property
+    def warm(self) -> bool:
+        """Every target ran and none failed."""
+        return all(target.status != "failed" for target in self.targets)
+
+    def summary(self) -> str:
+        """One line."""
+        kinds: tuple[Status, ...] = ("restored", "local", "compiled", "failed")
+        counts = ", ".join(f"{n} {kind}" for kind in kinds if (n := self.count(kind)))
+        return f"{len(self.targets)} targets: {counts} in {self.seconds:.1f} s"
+
+    def table(self, width: int = 80) -> str:
+        """A table that fits a terminal."""
+        from io import StringIO
+
+        from rich.console import Console
+
+        out = StringIO()
+        Console(file=out, width=width, highlight=False, color_system=None).print(self.__rich__())
+        return out.getvalue()
+
+    def __rich__(self) -> object:
+        from rich.table import Table
+
+        table = Table(box=None, padding=(0, 1, 0, 0), title=self.summary(), title_justify="left")
+        for column in ("target", "status", "cache"):
+            table.add_column(column, overflow="fold")
+        for column in ("first s", "again ms", "MB"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in self.targets:
+            table.add_row(*_cells(row))
+        return table
+
+
+def _cells(row: TargetReport) -> tuple[str, ...]:
+    seen = row.evidence
+    return (
+        row.target,
+        row.status,
+        seen.outcome if seen else "-",
+        f"{seen.seconds:.2f}" if seen else "-",
+        f"{seen.again_seconds * 1e3:.1f}" if seen else "-",
+        f"{row.bytes / 1e6:.1f}",
+    )

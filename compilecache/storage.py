@@ -1,0 +1,275 @@
+"""Named bytes below one root: what a store needs of a file system, a bucket or memory.
+
+Names are posix, relative, and never change their content; a miss is FileNotFoundError. All errors are
+OSError.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote
+
+from compilecache.errors import StoreUnavailable
+from compilecache.files import TEMP_PREFIX, creating, replacing
+
+COPY_BYTES = 1 << 20
+
+Option = str | int | float | bool | None | Mapping[str, "Option"]
+"""An option of an fsspec file system, as people write it in a configuration."""
+
+
+class Blob(Protocol):
+    """One stored object, open for reading at any place."""
+
+    size: int
+
+    def read_at(self, start: int, count: int) -> bytes:
+        """Exactly ``count`` bytes from ``start``, or OSError."""
+
+    def close(self) -> None:
+        """Ends the reading."""
+
+
+class Storage(Protocol):
+    """One root. Every method may be called from several threads."""
+
+    url: str
+    """The root, as it is shown to people."""
+    block_bytes: int
+    """How much to ask for in one read of a large object."""
+    workers: int
+    """How many calls at a time help."""
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A small object, at most ``limit`` bytes of it."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of an object; None when it is absent."""
+
+    def open(self, name: str) -> Blob:
+        """An object to read in parts."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Writes a small object unless it is there already: then False. Where the storage does
+        not honour that, it may overwrite: read back."""
+
+    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+        """Writes a file's content under a name, all at once; ``replace`` an object of that name."""
+
+    def walk(self, folder: str) -> dict[str, int]:
+        """Names, relative to the folder, and sizes of everything below it."""
+
+    def folders(self, folder: str) -> list[str]:
+        """Names of the folders directly in a folder."""
+
+
+class _LocalBlob:
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_at(self, start: int, count: int) -> bytes:
+        return os.pread(self._descriptor, count, start)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class LocalStorage:
+    """A directory. Creation is by link of a finished file: exactly one of many creators succeeds."""
+
+    block_bytes = 1 << 20
+    workers = os.cpu_count() or 1
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = str(root)
+
+    def read(self, name: str, limit: int) -> bytes:
+        with (self.root / name).open("rb") as file:
+            return file.read(limit)
+
+    def size(self, name: str) -> int | None:
+        try:
+            return (self.root / name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def open(self, name: str) -> Blob:
+        return _LocalBlob(self.root / name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            with creating(self._prepared(name)) as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        return True
+
+    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+        finishing = replacing if replace else creating
+        with (
+            suppress(FileExistsError),
+            source.open("rb") as content,
+            finishing(self._prepared(name)) as file,
+        ):
+            while block := content.read(COPY_BYTES):
+                file.write(block)
+
+    def walk(self, folder: str) -> dict[str, int]:
+        return dict(_walk(self.root / folder, ""))
+
+    def folders(self, folder: str) -> list[str]:
+        try:
+            with os.scandir(self.root / folder) as found:
+                return [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+
+    def _prepared(self, name: str) -> Path:
+        path = self.root / name
+        make_private(path.parent)
+        return path
+
+
+def make_private(directory: Path) -> None:
+    """Makes a directory and the missing ones above it, for this user alone."""
+    if not directory.is_dir():
+        make_private(directory.parent)
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+
+
+def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(folder / entry.name, f"{prefix}{entry.name}/")
+        elif not entry.name.startswith(TEMP_PREFIX):
+            with suppress(FileNotFoundError):
+                yield prefix + entry.name, entry.stat().st_size
+
+
+class _MemoryBlob:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size = len(data)
+
+    def read_at(self, start: int, count: int) -> bytes:
+        return self._data[start : start + count]
+
+    def close(self) -> None:
+        self._data = b""
+
+
+class MemoryStorage:
+    """fsspec's memory file system: gone with the process, for tests and dry runs."""
+
+    block_bytes = 1 << 20
+    workers = 1
+    _lock = threading.Lock()
+
+    def __init__(self, root: str) -> None:
+        self.url = f"memory://{root}"
+        self._root = f"/{root}"
+        import fsspec  # most runs never need it
+
+        self._files = fsspec.filesystem("memory")
+
+    def read(self, name: str, limit: int) -> bytes:
+        with self._lock:
+            data: bytes = self._files.cat_file(self._path(name))
+        return data[:limit]
+
+    def size(self, name: str) -> int | None:
+        with self._lock:
+            try:
+                size: int = self._files.info(self._path(name))["size"]
+            except FileNotFoundError:
+                return None
+        return size
+
+    def open(self, name: str) -> Blob:
+        with self._lock:
+            return _MemoryBlob(self._files.cat_file(self._path(name)))
+
+    def create(self, name: str, data: bytes) -> bool:
+        with self._lock:
+            try:
+                self._files.pipe_file(self._path(name), data, mode="create")
+            except FileExistsError:
+                return False
+        return True
+
+    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+        data = source.read_bytes()
+        with self._lock, suppress(FileExistsError):
+            mode = "overwrite" if replace else "create"
+            self._files.pipe_file(self._path(name), data, mode=mode)
+
+    def walk(self, folder: str) -> dict[str, int]:
+        root = self._path(folder) + "/"
+        with self._lock:
+            found = self._files.find(root, detail=True)
+        return {name.removeprefix(root): info["size"] for name, info in found.items()}
+
+    def folders(self, folder: str) -> list[str]:
+        try:
+            with self._lock:
+                found = self._files.ls(self._path(folder), detail=True)
+        except FileNotFoundError:
+            return []
+        return [i["name"].rpartition("/")[2] for i in found if i["type"] == "directory"]
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def open_storage(
+    url: str | Path | None, *, patience: float, options: Mapping[str, Option] | None
+) -> Storage:
+    """The storage at an address; None: ``COMPILECACHE_STORE``, else below the user's cache folder.
+
+    Raises StoreUnavailable for an address that cannot be used, or an extra that is not installed.
+    """
+    address = os.fspath(url or os.environ.get("COMPILECACHE_STORE") or _default_root())
+    scheme, mark, rest = address.partition("://")
+    if not mark or scheme == "file":
+        return LocalStorage(Path(unquote(rest) if mark else address).expanduser().absolute())
+    # s3fs#1005: an object store takes "a//b" and "a/b/" for other names than "a/b".
+    first, *others = [part for part in rest.split("/") if part] or [""]
+    if scheme == "memory":
+        return MemoryStorage("/".join([first, *others]) or "store")
+    if scheme != "s3" or not first or "@" in first or {".", ".."}.intersection(others):
+        raise StoreUnavailable(
+            f"'{address}' is no address of a store",
+            next_step="Use a directory, file://DIR, memory://NAME or s3://BUCKET/PREFIX",
+        )
+    try:
+        from compilecache.s3 import S3Storage
+    except ImportError as error:
+        raise StoreUnavailable(
+            f"store '{address}' needs s3fs, which cannot be imported ({error})",
+            next_step="Install it: pip install 'compilecache[s3]'",
+        ) from error
+    return S3Storage(first, "/".join(others), patience=patience, options=options)
+
+
+def _default_root() -> str:
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise StoreUnavailable(
+            "there is no home directory for the default store",
+            next_step="Name a store with --store or COMPILECACHE_STORE",
+        ) from error
+    return str(Path(caches) / "compilecache" / "store")

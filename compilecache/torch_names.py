@@ -1,0 +1,247 @@
+"""Every private torch name of the compile path, in one place, each behind a probe.
+
+``missing()`` lists what this torch does not have; a test fails readably when that list is not
+empty. Nothing here compares version numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """torch's own counters since the process started."""
+
+    hits: int
+    """AOTAutograd and FX-graph entries found."""
+    misses: int
+    """Entries looked up and not found."""
+    bypasses: int
+    """Graphs torch declined to look up."""
+    frames: int
+    """Frames Dynamo has traced."""
+
+    def since(self, earlier: Counts) -> Counts:
+        """What was added after ``earlier``."""
+        return Counts(
+            self.hits - earlier.hits,
+            self.misses - earlier.misses,
+            self.bypasses - earlier.bypasses,
+            self.frames - earlier.frames,
+        )
+
+
+def counts() -> Counts:
+    """A snapshot of ``torch._dynamo.utils.counters``."""
+    from torch._dynamo.utils import counters
+
+    autograd, inductor = counters["aot_autograd"], counters["inductor"]
+
+    def total(kind: str) -> int:
+        return int(autograd[f"autograd_cache_{kind}"]) + int(inductor[f"fxgraph_cache_{kind}"])
+
+    return Counts(total("hit"), total("miss"), total("bypass"), int(counters["frames"]["total"]))
+
+
+def takes_recompile_limit() -> bool:
+    """Whether ``torch.compile`` itself takes the limit, so that it holds in every thread."""
+    return "recompile_limit" in inspect.signature(torch.compile).parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many entries torch keeps for one code object before it stops compiling."""
+
+    per_code: int
+    """``recompile_limit``."""
+    in_all: int
+    """``accumulated_recompile_limit``: the second cap, across all regions of a code object."""
+
+
+def limits() -> Limits:
+    """The limits as this thread sees them (torch ≥ 2.12 keeps them per thread)."""
+    import torch._dynamo.config as config
+
+    return Limits(config.recompile_limit, config.accumulated_recompile_limit)
+
+
+def raise_limits(needed: Limits) -> None:
+    """Lifts this thread's limits to at least ``needed``; never lowers one."""
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, needed.per_code)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, needed.in_all)
+
+
+def cache_entries(code: CodeType) -> int:
+    """How many compiled entries Dynamo holds for a code object."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(code))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling the module goes through ``torch.compile`` already."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def original(module: nn.Module) -> nn.Module:
+    """The user's module behind ``torch.compile(module)``; any other module as it is."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    if isinstance(module, OptimizedModule):
+        inner = module._orig_mod
+        assert isinstance(inner, nn.Module)
+        return inner
+    return module
+
+
+@contextmanager
+def compiling_in_process() -> Iterator[None]:
+    """Any code generation happens in this process, where it is seen; no worker pool is started."""
+    import torch._inductor.config as config
+
+    with config.patch(compile_threads=1):
+        yield
+
+
+@contextmanager
+def failing_at_limit() -> Iterator[None]:
+    """Past the recompile limit torch raises instead of running the slow path in silence."""
+    import torch._dynamo.config as config
+
+    with config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
+def is_limit_error(error: BaseException) -> bool:
+    """Whether an exception, or what caused it, says that the recompile limit was reached."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, FailOnRecompileLimitHit):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def inductor_settings() -> dict[str, str]:
+    """The settings of Inductor that enter its cache key and differ from torch's defaults."""
+    import torch._inductor.config as config
+
+    portable = config.save_config_portable()
+    return {
+        name: repr(value)
+        for name, value in sorted(portable.items())
+        if not config._is_default(name)  # type: ignore[attr-defined]
+    }
+
+
+def bundles_triton() -> bool:
+    """Whether Triton's binaries travel inside the FX-graph entries."""
+    import torch._inductor.config as config
+
+    value = config.bundle_triton_into_fx_graph_cache
+    return value is None or bool(value)
+
+
+def default_cache_dir() -> str:
+    """Where Inductor would put its cache if nobody says otherwise."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir as directory
+
+    return directory()
+
+
+@contextmanager
+def on_compile(callback: Callable[[str], None]) -> Iterator[None]:
+    """Calls back with the kind of every compilation that starts, in any thread."""
+    from torch._dynamo.callback import callback_handler
+
+    def started(args: Any) -> None:
+        callback(str(args.callback_trigger.name))
+
+    callback_handler.register_start_callback(started)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(started)
+
+
+def forget_loaded() -> None:
+    """Drops Inductor's memory of loaded libraries, so that a target shows every file it needs.
+
+    Functions that are loaded stay loaded; the next one just opens its files again.
+    """
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()
+
+
+def probe_vector_sets() -> None:
+    """Lets Inductor find out the CPU's vector instructions now, whether or not it has before.
+
+    It does so by compiling small libraries into the cache root, once per process.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    for isa in cpu_vec_isa.supported_vec_isa_list:
+        getattr(isa, "_VecISA__bool__impl").cache_clear()  # noqa: B009 - a mangled name
+    cpu_vec_isa.pick_vec_isa()
+
+
+def missing() -> list[str]:
+    """Names used here that this torch does not have; each as an import path."""
+    names = {
+        "torch._dynamo.utils": ["counters"],
+        "torch._dynamo.config": [
+            "recompile_limit",
+            "accumulated_recompile_limit",
+            "fail_on_recompile_limit_hit",
+        ],
+        "torch._dynamo.eval_frame": ["_debug_get_cache_entry_list", "OptimizedModule"],
+        "torch._dynamo.exc": ["FailOnRecompileLimitHit"],
+        "torch._dynamo.callback": ["callback_handler"],
+        "torch._inductor.config": [
+            "compile_threads",
+            "save_config_portable",
+            "_is_default",
+            "bundle_triton_into_fx_graph_cache",
+        ],
+        "torch._inductor.runtime.cache_dir_utils": ["default_cache_dir"],
+        "torch._inductor.utils": ["clear_caches"],
+        "torch._inductor.cpu_vec_isa": [
+            "valid_vec_isa_list",
+            "supported_vec_isa_list",
+            "pick_vec_isa",
+        ],
+        "torch.nn.Module": ["_compiled_call_impl"],
+    }
+    return [
+        f"{path}.{name}"
+        for path, wanted in names.items()
+        for name in wanted
+        if not _has(path, name)
+    ]
+
+
+def _has(path: str, name: str) -> bool:
+    if path == "torch.nn.Module":
+        return hasattr(nn.Module, name)
+    try:
+        module = __import__(path, fromlist=[name])
+    except ImportError:
+        return False
+    return hasattr(module, name)
