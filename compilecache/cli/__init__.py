@@ -67,8 +67,9 @@ def main() -> NoReturn:
     if "" not in sys.path:
         sys.path.insert(0, "")  # workloads are named relative to the folder one stands in
     signal.signal(signal.SIGTERM, _terminated)
+    code: object = DONE
     try:
-        group.main(standalone_mode=False)
+        code = group.main(standalone_mode=False)
     except CompileCacheError as error:
         _fail(str(error), exit_code(error), error)
     except click.ClickException as error:
@@ -88,7 +89,7 @@ def main() -> NoReturn:
             FAULT,
             error,
         )
-    sys.exit(DONE)
+    sys.exit(code if isinstance(code, int) else DONE)
 
 
 def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -146,7 +147,7 @@ def plan(
         )
     if observe:
         _refuse_planning_options(context)
-        context.exit(_observe(command, output, as_json))
+        sys.exit(_observe(command, output, as_json))
     from compilecache.lengths import parse_sizes
     from compilecache.planning import (
         PHASES,
@@ -280,9 +281,9 @@ def _print_targets(console: Console, targets: Sequence[CompileTarget]) -> None:
 def _observe(command: Sequence[str], output: Path | None, as_json: bool) -> int:
     """Runs the command, writes what was seen, and returns the exit code of this process.
 
-    Raises PlanError when the command went well but called nothing compiled.
+    Raises CompileCacheError when the command went well but called nothing compiled.
     """
-    from compilecache.errors import PlanError
+    from compilecache.errors import CompileCacheError
     from compilecache.observe import observe, plan_files
     from compilecache.planning import write_plan
 
@@ -292,11 +293,10 @@ def _observe(command: Sequence[str], output: Path | None, as_json: bool) -> int:
     if not seen.plans:
         problem = "nothing compiled was called, so there is no plan"
         if seen.exit_code == 0:
-            raise PlanError(
+            raise CompileCacheError(
                 problem,
                 next_step="Check that the command calls a module compiled with torch.compile, "
                 "and that Python is started without -I, -E or -S",
-                field="observe",
             )
         click.echo(f"The command ended with {seen.exit_code}; {problem}.", err=True)
         return seen.exit_code

@@ -19,11 +19,7 @@ from compilecache.observe import observe, plan_files
 from compilecache.shapes import InputSpec, ShapePlan, TensorSpec
 
 ROOT = Path(compilecache.__file__).parents[1]
-COMMAND = (
-    "import sys; from compilecache.cli.plan import plan; from compilecache.errors import PlanError\n"
-    "try: plan()\n"
-    "except PlanError as error: sys.exit(f'error: {error}')"
-)
+COMMAND = "from compilecache.cli import main; main()"
 
 TRAIN = """
     import torch
@@ -59,7 +55,7 @@ def write(script: Path, body: str) -> Path:
 def planned(*words: str, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
     """``compilecache plan --observe -- python …`` as a user runs it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COMMAND, "--output", "plan.yaml", "--observe", "--"]
+    command = [sys.executable, "-c", COMMAND, "plan", "--output", "plan.yaml", "--observe", "--"]
     return subprocess.run(
         [*command, sys.executable, *words],
         cwd=cwd,
@@ -271,7 +267,7 @@ def test_signals_are_passed_on(script: Path) -> None:
         time.sleep(60)
         """,
     )
-    command = [sys.executable, "-c", COMMAND, "--output", "plan.yaml", "--observe", "--"]
+    command = [sys.executable, "-c", COMMAND, "plan", "--output", "plan.yaml", "--observe", "--"]
     with subprocess.Popen(
         [*command, sys.executable, "train.py"],
         cwd=script.parent,
@@ -350,7 +346,7 @@ def test_what_no_plan_can_hold_is_told(script: Path) -> None:
         odd(torch.ones(1), object())
         """,
     )
-    command = [sys.executable, "-c", COMMAND, "--json", "--observe", "--", sys.executable]
+    command = [sys.executable, "-c", COMMAND, "plan", "--json", "--observe", "--", sys.executable]
     seen = subprocess.run(
         [*command, "train.py"],
         cwd=script.parent,
@@ -379,7 +375,7 @@ def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('theirs')\nmark = 1\n")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     code = "import sys, sitecustomize; print(sitecustomize.mark, sys.path)"
-    command = [sys.executable, "-c", COMMAND, "--observe", "--", sys.executable, "-c", code]
+    command = [sys.executable, "-c", COMMAND, "plan", "--observe", "--", sys.executable, "-c", code]
     plain = subprocess.run(
         command[-3:], env=environment, capture_output=True, text=True, check=True
     )

@@ -29,7 +29,7 @@ name = st.lists(part, min_size=1, max_size=4).map("/".join)
 trees = st.dictionaries(name, st.binary(max_size=3000), max_size=6).filter(
     lambda tree: file_and_directory(tree) is None
 )
-quick = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+quick = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 SMALL = {"a/x.so": bytes(range(256)) * 9, "b/empty": b"", "b/y.json": b"{}" * 300}
 
 
@@ -87,7 +87,7 @@ def test_packing_twice_gives_equal_bytes(tree: dict[str, bytes]) -> None:
         assert first.read_bytes() == (two / "pack").read_bytes()
 
 
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=100)
 @given(st.data())
 def test_any_flipped_bit_is_refused(data: st.DataObject) -> None:
     """A pack with one bit changed anywhere unpacks to nothing."""
@@ -98,7 +98,7 @@ def test_any_flipped_bit_is_refused(data: st.DataObject) -> None:
         refused(bytes(flipped), info.sha256, entries)
 
 
-@settings(quick, max_examples=80)
+@settings(quick, max_examples=50)
 @given(st.data())
 def test_a_pack_cut_anywhere_is_refused(data: st.DataObject) -> None:
     """A pack that ends too early, or goes on too long, unpacks to nothing."""

@@ -204,7 +204,7 @@ class TestStoreContract:
 
     def test_a_large_pack_comes_in_blocks(self, store: ArtifactStore, tmp_path: Path) -> None:
         """A pack larger than one read, and than one part of an upload, survives."""
-        record, pack = sample(tmp_path, 5, size=14_000_000)
+        record, pack = sample(tmp_path, 5, size=12_000_000)
         store.publish(record, pack)
         (tmp_path / "out").mkdir()
         fetch_packs(store, FINGERPRINT, record.files, tmp_path / "out", workers=2)
