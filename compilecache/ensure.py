@@ -34,17 +34,26 @@ if TYPE_CHECKING:
 StoreLike = ArtifactStore | str | Path | Literal[False] | None
 
 
-@dataclass
 class Warm:
     """A process in which every planned target is compiled and loaded."""
 
-    report: Report
-    """What it took, target by target."""
-    plan: ShapePlan
-    """The shapes that are warm."""
+    def __init__(self, report: Report, plan: ShapePlan) -> None:
+        self.report = report
+        """What it took, target by target."""
+        self.plan = plan
+        """The shapes that are warm."""
+        self._compiles: list[str] = []
+        self._guards = ExitStack()
+        self._guards.enter_context(torch_names.on_compile(self._compiles.append))
+
+    @property
+    def compiles_after_prime(self) -> int:
+        """Compilations that any thread has started since, traces that hit the cache included."""
+        return len(self._compiles)
 
     def close(self) -> None:
-        """Ends what guards the process. The compiled functions stay."""
+        """Ends the watch over the process. The compiled functions stay."""
+        self._guards.close()
 
     def __enter__(self) -> Self:
         return self

@@ -112,7 +112,7 @@ class _Warming:
         self._engine = TraceEngine(job.workload, job.cache, job.options)
         self._restored = Restored()
         self._gave_up: list[str] = []
-        self._rows: list[TargetReport] = []
+        self._rows: dict[str, TargetReport] = {}
         self._locked = False
 
     def run(self, replicas: Iterator[Replica]) -> Report:
@@ -170,8 +170,15 @@ class _Warming:
                 if isinstance(run, CompileFailed)
                 else self._ran(target, run)
             )
-            self._rows.append(row)
+            self._note(row)
+
+    def _note(self, row: TargetReport) -> None:
+        """One row a target; of its further instances only what went otherwise is worth a word."""
+        known = self._rows.get(row.key)
+        if known is None:
             self._progress.done(row)
+        if known is None or row.status in ("compiled", "failed"):
+            self._rows[row.key] = row
 
     def _failed(self, target: CompileTarget, error: CompileFailed) -> TargetReport:
         if self._job.strict:
@@ -293,7 +300,7 @@ class _Warming:
             engine=self._engine.name,
             root=str(self._job.cache.root),
             store=self._job.store.url if self._job.store else None,
-            targets=tuple(self._rows),
+            targets=tuple(self._rows.values()),
             gave_up=tuple(self._gave_up),
             restored_bytes=self._restored.bytes,
             restored_files=self._restored.files,

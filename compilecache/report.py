@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -82,20 +83,39 @@ class Report(BaseModel):
     def __rich__(self) -> object:
         from rich.table import Table
 
-        table = Table(box=None, padding=(0, 1, 0, 0), title=self.summary(), title_justify="left")
+        common, names = without_common([row.target for row in self.targets])
+        table = Table(box=None, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
+        table.title = self.summary()
+        table.caption = f"all: {common}" if common else None
         for column in ("target", "status", "cache"):
             table.add_column(column, overflow="fold")
         for column in ("first s", "again ms", "MB"):
             table.add_column(column, justify="right", no_wrap=True)
-        for row in self.targets:
-            table.add_row(*_cells(row))
+        for name, row in zip(names, self.targets, strict=True):
+            table.add_row(name, *_cells(row))
         return table
+
+
+def without_common(names: Sequence[str]) -> tuple[str, list[str]]:
+    """The dimensions and device that all targets share, once, and what tells them apart."""
+    words = [name.split(" ") for name in names]
+    shared = [
+        word
+        for word in (words[0] if len(words) > 1 else ())
+        if "=" in word and all(word in other for other in words)
+    ]
+    devices = {name.rpartition(" on ")[2] for name in names}
+    short = [" ".join(word for word in other if word not in shared) for other in words]
+    if len(names) > 1 and len(devices) == 1:
+        device = next(iter(devices))
+        shared.append(f"on {device}")
+        short = [name.removesuffix(f" on {device}") for name in short]
+    return " ".join(shared), short
 
 
 def _cells(row: TargetReport) -> tuple[str, ...]:
     seen = row.evidence
     return (
-        row.target,
         row.status,
         seen.outcome if seen else "-",
         f"{seen.seconds:.2f}" if seen else "-",

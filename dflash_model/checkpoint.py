@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from compilecache.files import replacing
 from dflash_model.batch import Attend
 from dflash_model.hf_config import from_hf, to_hf
 from dflash_model.model import DEFAULT_ANCHORS, Drafter
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -140,18 +145,14 @@ class _TensorFiles:
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of these names, on the CPU, one at a time."""
-        from safetensors import safe_open
-
         for file, held in self._by_file(names):
-            with safe_open(file, framework="pt") as tensors:
+            with self._opened(file) as tensors:
                 for name in held:
                     yield name, tensors.get_tensor(name)
 
     def _shapes(self, names: Iterable[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        from safetensors import safe_open
-
         for file, held in self._by_file(names):
-            with safe_open(file, framework="pt") as tensors:
+            with self._opened(file) as tensors:
                 for name in held:
                     yield name, tuple(tensors.get_slice(name).get_shape())
 
@@ -161,23 +162,34 @@ class _TensorFiles:
             yield file, [name for name in wanted if self._files[name] == file]
 
     def _index(self) -> dict[str, Path]:
-        index = json.loads((self._folder / _INDEX).read_text(encoding="utf-8"))
-        files = {name: self._folder / Path(file).name for name, file in index["weight_map"].items()}
+        try:
+            weight_map = json.loads((self._folder / _INDEX).read_text("utf-8"))["weight_map"]
+            files = {name: self._folder / Path(file).name for name, file in weight_map.items()}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise self._mismatch((f"{_INDEX} holds no weight_map",)) from error
         absent = sorted({file.name for file in files.values() if not file.is_file()})
         if absent:
             raise self._mismatch(tuple(f"missing shard {name}" for name in absent))
         return files
 
     def _scan(self) -> dict[str, Path]:
-        from safetensors import safe_open
-
         files: dict[str, Path] = {}
         for file in sorted(self._folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
+            with self._opened(file) as tensors:
                 files |= dict.fromkeys(tensors.keys(), file)
         if not files:
             raise self._mismatch(("no *.safetensors file",))
         return files
+
+    @contextmanager
+    def _opened(self, file: Path) -> Iterator[safe_open]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                yield tensors
+        except SafetensorError as error:
+            raise self._mismatch((f"{file.name} is damaged: {error}",)) from error
 
     def _mismatch(self, faults: tuple[str, ...]) -> CheckpointError:
         return CheckpointError(

@@ -99,15 +99,18 @@ def _print(result: Result, damaged: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from compilecache.report import without_common
+
     warm = sum(row.warm for row in result.rows)
-    table = Table(
-        box=None, title=f"{warm} of {len(result.rows)} targets are warm", title_justify="left"
-    )
+    common, names = without_common([str(row.target) for row in result.rows])
+    table = Table(box=None, title_justify="left", caption_justify="left")
+    table.title = f"{warm} of {len(result.rows)} targets are warm"
+    table.caption = f"all: {common}" if common else None
     for column in ("target", "warm", "what was seen"):
         table.add_column(column, overflow="fold")
     table.add_column("first s", justify="right")
-    for row in result.rows:
-        table.add_row(str(row.target), "yes" if row.warm else "NO", _seen(row), _seconds(row))
+    for name, row in zip(names, result.rows, strict=True):
+        table.add_row(name, "yes" if row.warm else "NO", _seen(row), _seconds(row))
     console = Console(highlight=False)
     console.print(table)
     for fault in damaged:

@@ -1,0 +1,133 @@
+"""How every benchmark writes down what it measured: where, on what, against what."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure."""
+
+    figure: str
+    """Its name, the same in every run."""
+    value: float
+    """What was measured."""
+    unit: str
+    """Of the value: "MB/s", "s", "ratio of rates", …"""
+    against: str | None = None
+    """What it is compared with, measured in the same run."""
+    ratio: float | None = None
+    """The comparison; above 1 is more of the unit than the other has."""
+
+
+def report(bench: str, rows: Sequence[Row], *, as_json: bool, folder: Path = RESULTS) -> Path:
+    """Writes ``<folder>/<bench>-<machine>.json`` and prints it, as JSON or as a table."""
+    facts = machine()
+    result = {
+        "bench": bench,
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit(),
+        "machine": facts,
+        "rows": [asdict(row) for row in rows],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{bench}-{slug(facts)}.json"
+    text = json.dumps(result, indent=2) + "\n"
+    path.write_text(text, encoding="utf-8")
+    print(text if as_json else table(rows), end="")
+    return path
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The figures in 80 columns."""
+    lines = [f"{'figure':<34}{'value':>12} {'unit':<16}{'against':<10}{'ratio':>7}"]
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+        against = (row.against or "")[:9]
+        lines.append(
+            f"{row.figure[:33]:<34}{row.value:>12.4g} {row.unit[:15]:<16}{against:<10}{ratio:>7}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> dict[str, str | int | float | list[str] | None]:
+    """What matters of this machine; its name does not."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "gpus": _gpus(),
+    }
+
+
+def slug(facts: dict[str, str | int | float | list[str] | None]) -> str:
+    """A short name of a machine for file names: its GPUs, or its processor and cores."""
+    gpus = facts["gpus"]
+    if isinstance(gpus, list) and gpus:
+        text = f"{len(gpus)}x-{gpus[0]}"
+    else:
+        text = f"{facts['cpu']}-{facts['cores']}c"
+    plain = re.sub(r"\((R|TM)\)|\bCPU\b|@.*?(?=-\d+c$)", " ", text)
+    return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-")
+
+
+def commit() -> str | None:
+    """The commit measured; "+" after it when the tree had changes."""
+    here = Path(__file__).parent
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[str]:
+    try:
+        run = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [line.strip() for line in run.stdout.splitlines() if line.strip()]
