@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from results import Row, report
+
 from compilecache.artifact import FileEntry, Record, hash_files
 from compilecache.pack import write_pack
 from compilecache.store import ArtifactStore, fetch_packs
-from results import Row, report
 
 FINGERPRINT = "be" * 16
 TARGETS = 12

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import json
 import mmap
 import os
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from compilecache.artifact import FileEntry, Record, check_files
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
@@ -171,7 +172,7 @@ class CacheDir:
         A holder that dies gives the lock back at once (the kernel does). Raises LockTimeout.
         """
         with self._explaining():
-            lock = FileLock(self._own / "lock", fallback_to_soft=False, thread_local=False)
+            lock = _file_lock(self._own / "lock")
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -310,6 +311,16 @@ class CacheDir:
                 next_step="Move the local ones away, or restore into an empty folder with --root",
                 faults=faults,
             )
+
+
+def _file_lock(path: Path) -> BaseFileLock:
+    """A lock that the kernel frees when its holder dies; never filelock's soft one, which stays.
+
+    filelock#67, #603: it falls back to the soft lock in silence where it is not told otherwise.
+    """
+    takes = inspect.signature(FileLock.__init__).parameters
+    hard = {"fallback_to_soft": False} if "fallback_to_soft" in takes else {}
+    return FileLock(path, thread_local=False, **hard)
 
 
 def _put(source: Path, place: Path) -> int:

@@ -27,7 +27,7 @@ else:
     from backports import zstd
 
 LEVEL = 3
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 256 << 10
 _RECORD = tarfile.BLOCKSIZE
 _NAME_LIMIT = 8192
 

@@ -1,4 +1,4 @@
-"""A process that has imported torch and does nothing but fork: fresh processes within milliseconds.
+"""A process that has imported torch and does nothing but fork: fresh processes in milliseconds.
 
 ``template.py`` reads one order a line from standard input and answers each with one line, both JSON.
 "start" forks a process with its own environment, folder and output files, that calls a function;
@@ -26,21 +26,26 @@ PRELOADED = (
     "torch._functorch.aot_autograd",
     "torch.distributed",
     "compilecache.cli.warm",
+    "compilecache.cli.publish",
+    "compilecache.cli.restore",
+    "compilecache.cli.verify",
+    "compilecache.adopt",
     "compilecache.ensure",
     "compilecache.fresh",
+    "compilecache.planning",
     "compilecache.s3",
 )
-"""What every process of these tests imports sooner or later; none of it runs anything."""
+"""What every process of these tests imports sooner or later; importing it runs nothing."""
 
 
-def child(order: dict[str, object]) -> None:
-    """One fresh process: calls the function and leaves its result, or how it failed, in a file."""
+def child(order: dict[str, str]) -> None:
+    """One fresh process: calls the function and leaves its result in a file."""
+    os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
     for descriptor, name in ((0, os.devnull), (1, order["stdout"]), (2, order["stderr"])):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
-    sys.path[:0] = order["path"]
     module, _, name = order["function"].partition(":")
     with Path(order["arguments"]).open("rb") as file:
         arguments, keywords = pickle.load(file)
@@ -49,8 +54,8 @@ def child(order: dict[str, object]) -> None:
         pickle.dump(result, file)
 
 
-def run_child(order: dict[str, object]) -> int:
-    """The exit code of the process, as Python itself would give it."""
+def exit_code(order: dict[str, str]) -> int:
+    """Runs the process and gives the exit code that Python itself would give it."""
     code = 1
     try:
         child(order)
@@ -64,29 +69,33 @@ def run_child(order: dict[str, object]) -> int:
     return code
 
 
-def start(order: dict[str, object]) -> int:
+def start(order: dict[str, str]) -> int:
     """The id of a new process."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            code = run_child(order)
+            code = exit_code(order)
         finally:
             os._exit(code)
     return pid
 
 
-def poll(order: dict[str, object]) -> int | None:
+def poll(order: dict[str, int]) -> int | None:
     """How it ended, negative for a signal; None while it runs."""
     pid, status = os.waitpid(order["pid"], os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if pid else None
 
 
 def main() -> None:
-    """Imports, says so, obeys."""
+    """Imports, says so, obeys until its input ends."""
     for name in PRELOADED:
         importlib.import_module(name)
-    print(json.dumps(len(os.listdir("/proc/self/task"))), flush=True)
+    from torch._inductor.codecache import torch_key
+
+    torch_key()  # half a second of hashing torch's sources, the same in every process
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
+    print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         print(json.dumps((start if order["act"] == "start" else poll)(order)), flush=True)
