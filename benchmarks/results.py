@@ -88,7 +88,12 @@ def slug(facts: dict[str, str | int | float | list[str] | None]) -> str:
 
 
 def commit() -> str | None:
-    """The commit measured; "+" after it when the tree had changes."""
+    """The commit measured; "+" after it when the tree had changes.
+
+    Where the tree was copied without its history, BENCH_COMMIT says which it is.
+    """
+    if given := os.environ.get("BENCH_COMMIT"):
+        return given
     here = Path(__file__).parent
     try:
         run = subprocess.run(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import TypeVar
 
@@ -83,7 +83,7 @@ class Budget:
             raise self._unavailable(what, error) from error
         raise AssertionError("a retry loop ends with a result or an error")
 
-    def _attempts(self, what: str) -> stamina._core._RetryContextIterator:
+    def _attempts(self, what: str) -> Iterable[stamina.Attempt]:
         def again(error: Exception) -> bool:
             retry = isinstance(error, OSError) and _may_pass(error) and self.left > 0
             if retry:

@@ -318,9 +318,9 @@ def _file_lock(path: Path) -> BaseFileLock:
 
     filelock#67, #603: it falls back to the soft lock in silence where it is not told otherwise.
     """
-    takes = inspect.signature(FileLock.__init__).parameters
-    hard = {"fallback_to_soft": False} if "fallback_to_soft" in takes else {}
-    return FileLock(path, thread_local=False, **hard)
+    if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters:
+        return FileLock(path, thread_local=False, fallback_to_soft=False)
+    return FileLock(path, thread_local=False)
 
 
 def _put(source: Path, place: Path) -> int:

@@ -76,7 +76,7 @@ def _gradients(module: nn.Module) -> Iterator[None]:
     parameters = [*module.named_parameters(remove_duplicate=True)]
     gradients = [parameter.grad for _, parameter in parameters]
     hooks = [_take_accumulate_hooks(parameter) for _, parameter in parameters]
-    versions = [parameter._version for _, parameter in parameters]
+    versions = [_version(parameter) for _, parameter in parameters]
     for _, parameter in parameters:
         parameter.grad = None
     try:
@@ -88,11 +88,18 @@ def _gradients(module: nn.Module) -> Iterator[None]:
     _refuse_changed(parameters, versions)
 
 
-def _refuse_changed(parameters: list[tuple[str, nn.Parameter]], versions: list[int]) -> None:
+def _version(parameter: nn.Parameter) -> int | None:
+    """How often it was written to; tensors made in inference mode do not count."""
+    return None if parameter.is_inference() else parameter._version
+
+
+def _refuse_changed(
+    parameters: list[tuple[str, nn.Parameter]], versions: list[int | None]
+) -> None:
     changed = [
         name
         for (name, parameter), version in zip(parameters, versions, strict=True)
-        if parameter._version != version
+        if _version(parameter) != version
     ]
     if changed:
         raise CompileFailed(

@@ -84,8 +84,8 @@ class LocalStorage:
     """A directory. Creation is by link of a finished file: exactly one of many creators succeeds."""
 
     block_bytes = 256 << 10
-    # Twice the cores: creating files waits for the file system's journal.
-    workers = min(16, 2 * (os.cpu_count() or 1))
+    # More than cores: creating files waits for the file system's journal.
+    workers = min(16, 3 * (os.cpu_count() or 1))
 
     def __init__(self, root: Path) -> None:
         self.root = root

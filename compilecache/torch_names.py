@@ -141,11 +141,12 @@ def inductor_settings() -> dict[str, str]:
     """The settings of Inductor that enter its cache key and differ from torch's defaults."""
     import torch._inductor.config as config
 
-    portable = config.save_config_portable()
+    # Not _is_default: it calls a setting changed once torch itself has patched it and set it back.
+    defaults = config._config  # type: ignore[attr-defined]
     return {
         name: repr(value)
-        for name, value in sorted(portable.items())
-        if not config._is_default(name)  # type: ignore[attr-defined]
+        for name, value in sorted(config.save_config_portable().items())
+        if name in defaults and value != defaults[name].default
     }
 
 
@@ -197,8 +198,9 @@ def probe_vector_sets() -> None:
     from torch._inductor import cpu_vec_isa
 
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    for isa in cpu_vec_isa.supported_vec_isa_list:
-        getattr(isa, "_VecISA__bool__impl").cache_clear()  # noqa: B009 - a mangled name
+    for kind in {kind for isa in cpu_vec_isa.supported_vec_isa_list for kind in type(isa).__mro__}:
+        for answer in ("_VecISA__bool__impl", "__bool__"):
+            getattr(vars(kind).get(answer), "cache_clear", int)()
     cpu_vec_isa.pick_vec_isa()
 
 
@@ -217,7 +219,7 @@ def missing() -> list[str]:
         "torch._inductor.config": [
             "compile_threads",
             "save_config_portable",
-            "_is_default",
+            "_config",
             "bundle_triton_into_fx_graph_cache",
         ],
         "torch._inductor.runtime.cache_dir_utils": ["default_cache_dir"],

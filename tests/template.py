@@ -49,9 +49,8 @@ def child(order: dict[str, str]) -> None:
     module, _, name = order["function"].partition(":")
     with Path(order["arguments"]).open("rb") as file:
         arguments, keywords = pickle.load(file)
-    result = getattr(importlib.import_module(module), name)(*arguments, **keywords)
     with Path(order["result"]).open("wb") as file:
-        pickle.dump(result, file)
+        pickle.dump(getattr(importlib.import_module(module), name)(*arguments, **keywords), file)
 
 
 def exit_code(order: dict[str, str]) -> int:

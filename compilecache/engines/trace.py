@@ -136,7 +136,8 @@ class TraceEngine:
 
     def _probe_cpu(self, device: torch.device, seen: Sighting) -> None:
         """torch asks the CPU once per process; what that leaves in the root every target needs."""
-        if self._common is None and device.type == "cpu":
+        generates = self._options.get("backend", "inductor") == "inductor"
+        if self._common is None and device.type == "cpu" and generates:
             torch_names.probe_vector_sets()
             self._common = libraries(seen.used, self._cache.files())
 

@@ -1,0 +1,47 @@
+"""Warms a Hugging Face model built from its config (nothing is downloaded), then trains it.
+
+Run it twice: the first run compiles and publishes, the second restores.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from compilecache import ensure_warm
+
+BATCH, LENGTH = 2, 64
+
+
+def main() -> None:
+    """Warms one shape, then trains on it."""
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        use_cache=False,
+    )
+    model = Qwen3ForCausalLM(config)
+    tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
+    # The very arguments of the training loop below, by name: they decide what is traced.
+    example = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
+    with ensure_warm(model, [example]) as warm:
+        print(warm.report.table(), end="")
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            rows = torch.randint(config.vocab_size, (BATCH, LENGTH))
+            mask = torch.ones_like(rows)
+            # A clone: one tensor passed under two names is another graph than two tensors.
+            model(input_ids=rows, attention_mask=mask, labels=rows.clone()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(f"compiles while training: {warm.compiles_after_prime}")
+
+
+if __name__ == "__main__":
+    main()
