@@ -49,7 +49,9 @@ def main() -> int:
     steps = arguments.only.split(",")
     good: dict[str, bool] = {}
     if "tests" in steps:
-        good["tests"] = run("gpu tests", "-m", "pytest", "-q", "-m", "gpu", "tests/gpu")
+        good["tests"] = run(
+            "gpu tests", "-m", "pytest", "-q", "-m", "gpu", "--confcutdir=tests/gpu", "tests/gpu"
+        )
     for preset in (step for step in steps if step != "tests"):
         lengths = "256,512" if preset == "tiny" else arguments.seq_lens
         good[preset] = run(f"prime {preset}", "benchmarks/prime.py", "--preset", preset, "--devices",

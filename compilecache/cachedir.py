@@ -230,7 +230,7 @@ class CacheDir:
         """The records of targets that were activated or made here; unreadable ones are left out."""
         found = {}
         for path in sorted((self._own / "records" / fingerprint).glob("*.json")):
-            with contextlib.suppress(OSError, ChecksumMismatch):
+            with contextlib.suppress(OSError, ChecksumMismatch, UnsafePath):
                 record = Record.parse(path.read_bytes())
                 found[record.key] = record
         return found
@@ -367,12 +367,18 @@ def filesystem(path: Path) -> str:
 def travels(path: str, *, triton_bundled: bool) -> bool:
     """Whether a cache file must be in a pack for a start on another machine to compile nothing.
 
-    Generated sources and, where torch bundles them, Triton's files come out of the FX-graph
-    entries again: 6 files of 801 were enough for a drafter on an H200.
+    Generated sources and, where torch bundles them, Triton's kernels come out of the FX-graph
+    entries again: 6 files of 801 were enough for a drafter on an H200. The libraries that Triton
+    builds with gcc (its driver stub) are in no entry and travel.
     """
     if TRANSIENT.search(path) or REMADE.match(path):
         return False
-    return not (triton_bundled and path.startswith("triton/"))
+    return not (triton_bundled and path.startswith("triton/")) or is_stub(path)
+
+
+def is_stub(path: str) -> bool:
+    """Whether a file is a library that Triton built to reach the driver, loaded once a process."""
+    return path.startswith("triton/") and path.endswith(".so")
 
 
 def libraries(used: Collection[str], present: Collection[str]) -> set[str]:

@@ -116,9 +116,15 @@ class Exchange:
         except CompileCacheError as error:
             if len(records) == 1:
                 done.faults.append(error)
+                self._distrust(records[0])
                 return
             for record in records:
                 self._bring_all([record], done)
+
+    def _distrust(self, record: Record) -> None:
+        """No new record may lean on packs that this one's trouble came from."""
+        packs = {entry.pack for entry in record.files}
+        self._held = {path: e for path, e in self._held.items() if e.pack not in packs}
 
     def _bring(self, records: list[Record], done: Restored) -> None:
         """Fetches, checks and activates records all together, or raises and activates none."""

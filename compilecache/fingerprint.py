@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import platform
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -102,8 +103,9 @@ def fingerprint(
             **_versions(),
             **_machine(device),
             **_settings(),
-            "workload": f"{_import_name(type(workload).__module__)}.{type(workload).__qualname__}",
+            "workload": _class_name(type(workload)),
             "workload.config": _canonical(workload.config()),
+            "workload.modules": modules_digest(module),
             "workload.parameters": parameters_digest(module),
             "compile.options": _canonical(options or {}),
             **_sources(workload, module),
@@ -195,6 +197,18 @@ def _settings() -> dict[str, str]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
+
+
+def modules_digest(module: nn.Module) -> str:
+    """Over names, classes and ``extra_repr`` of the submodules: what parameters do not tell apart."""
+    named = list(module.named_modules())
+    lines = [f"{name} {_class_name(type(child))} {child.extra_repr()}" for name, child in named]
+    text = re.sub(r"\b0x[0-9a-f]+", "", "\n".join(lines))
+    return f"{_class_name(type(module))}, {len(named)} modules, {_short(text)}"
+
+
+def _class_name(cls: type) -> str:
+    return f"{_import_name(cls.__module__)}.{cls.__qualname__}"
 
 
 def parameters_digest(module: nn.Module) -> str:

@@ -93,9 +93,7 @@ def _version(parameter: nn.Parameter) -> int | None:
     return None if parameter.is_inference() else parameter._version
 
 
-def _refuse_changed(
-    parameters: list[tuple[str, nn.Parameter]], versions: list[int | None]
-) -> None:
+def _refuse_changed(parameters: list[tuple[str, nn.Parameter]], versions: list[int | None]) -> None:
     changed = [
         name
         for (name, parameter), version in zip(parameters, versions, strict=True)

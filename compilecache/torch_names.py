@@ -201,6 +201,8 @@ def probe_vector_sets() -> None:
     for kind in {kind for isa in cpu_vec_isa.supported_vec_isa_list for kind in type(isa).__mro__}:
         for answer in ("_VecISA__bool__impl", "__bool__"):
             getattr(vars(kind).get(answer), "cache_clear", int)()
+    for isa in cpu_vec_isa.supported_vec_isa_list:
+        vars(isa).clear()  # what an earlier answer added to its flags
     cpu_vec_isa.pick_vec_isa()
 
 

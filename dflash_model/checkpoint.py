@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from dflash_model.batch import Attend
 from dflash_model.hf_config import from_hf, to_hf
 from dflash_model.model import DEFAULT_ANCHORS, Drafter
 
-if TYPE_CHECKING:
-    from safetensors import safe_open
-
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _TARGET_NAMES = {
@@ -33,6 +30,18 @@ _TARGET_NAMES = {
     ),
     "lm_head.weight": ("lm_head.weight", "model.lm_head.weight"),
 }
+
+
+class _Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+
+class _Reader(Protocol):
+    """What is used of an open safetensors file, whose own types say less."""
+
+    def keys(self) -> list[str]: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+    def get_slice(self, name: str) -> _Slice: ...
 
 
 class CheckpointError(CompileCacheError, ValueError):
@@ -182,12 +191,12 @@ class _TensorFiles:
         return files
 
     @contextmanager
-    def _opened(self, file: Path) -> Iterator[safe_open]:
+    def _opened(self, file: Path) -> Iterator[_Reader]:
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(file, framework="pt") as tensors:
-                yield tensors
+                yield cast(_Reader, tensors)
         except SafetensorError as error:
             raise self._mismatch((f"{file.name} is damaged: {error}",)) from error
 

@@ -6,7 +6,7 @@ Run it twice: the first run compiles and publishes, the second restores.
 from __future__ import annotations
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from compilecache import ensure_warm
 
@@ -15,17 +15,16 @@ BATCH, LENGTH = 2, 64
 
 def main() -> None:
     """Warms one shape, then trains on it."""
-    config = Qwen3Config(
+    config = LlamaConfig(
         vocab_size=128,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
         use_cache=False,
     )
-    model = Qwen3ForCausalLM(config)
+    model = LlamaForCausalLM(config)
     tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
     # The very arguments of the training loop below, by name: they decide what is traced.
     example = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}

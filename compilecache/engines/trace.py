@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from torch import nn
 
 from compilecache import torch_names
-from compilecache.cachedir import CacheDir, libraries, travels
+from compilecache.cachedir import CacheDir, is_stub, libraries, travels
 from compilecache.errors import CompileFailed, PlanError, RecompileBudgetExceeded
 from compilecache.evidence import Evidence, Outcome
 from compilecache.preserve import preserving
@@ -66,7 +66,8 @@ class TraceEngine:
         self._workload = workload
         self._cache = cache
         self._options = dict(options or {})
-        self._common: set[str] | None = None
+        self._common: set[str] = set()
+        self._probed = False
 
     def compile_in_place(
         self, replica: Replica, targets: Iterable[CompileTarget], instances: int = 1
@@ -137,9 +138,10 @@ class TraceEngine:
     def _probe_cpu(self, device: torch.device, seen: Sighting) -> None:
         """torch asks the CPU once per process; what that leaves in the root every target needs."""
         generates = self._options.get("backend", "inductor") == "inductor"
-        if self._common is None and device.type == "cpu" and generates:
+        if not self._probed and device.type == "cpu" and generates:
             torch_names.probe_vector_sets()
-            self._common = libraries(seen.used, self._cache.files())
+            self._common |= libraries(seen.used, self._cache.files())
+            self._probed = True
 
     def _settle(
         self, target: CompileTarget, module: nn.Module, device: torch.device
@@ -182,9 +184,9 @@ class TraceEngine:
     ) -> Run:
         bundled = torch_names.bundles_triton()
         foreign = {path for path in after - before if travels(path, triton_bundled=bundled)}
-        needed = (
-            foreign | (seen.used & after) | libraries(seen.used, after) | (self._common or set())
-        )
+        touched = foreign | (seen.used & after)
+        self._common |= {path for path in touched if is_stub(path)}
+        needed = touched | libraries(seen.used, after) | self._common
         evidence = Evidence(
             outcome=_outcome(counted, compiled=bool(seen.launches or foreign)),
             hits=counted.hits,

@@ -99,9 +99,10 @@ def test_blocks_see_the_target_only_before_their_anchor(
     batch = drafter.prepare(**make_rows(1, 40))
     before, at = hidden(drafter, batch), int(batch["anchors"][0, 3])
     for moved, expected in ((at, False), (at - 1, True)):
-        changed = {**batch, "hidden_states": batch["hidden_states"].clone()}
+        changed = batch.copy()
+        changed["hidden_states"] = batch["hidden_states"].clone()
         changed["hidden_states"][0, moved] += 1.0
-        difference = hidden(drafter, changed) != before  # type: ignore[arg-type]
+        difference = hidden(drafter, changed) != before
         assert difference[0, 3].any().item() is expected
 
 
@@ -170,8 +171,9 @@ def test_prepare_gives_one_kind_of_tensor_whatever_came(
         rows["hidden_states"].double().transpose(0, 1).contiguous().transpose(0, 1),
         rows["loss_mask"].float(),
     )
-    dtypes = [batch[name].dtype for name in ("input_ids", "hidden_states", "loss_mask")]  # type: ignore[literal-required]
-    assert dtypes == [torch.int64, torch.float32, torch.bool]
+    assert batch["input_ids"].dtype == torch.int64
+    assert batch["hidden_states"].dtype == torch.float32
+    assert batch["loss_mask"].dtype == torch.bool
     assert batch["hidden_states"].is_contiguous() and batch["input_ids"].is_contiguous()
 
 

@@ -71,12 +71,12 @@ def test_evaluation_warmed_with_examples_serves_real_batches() -> None:
         torch.testing.assert_close(loss, drafter.forward(**batch), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 8, 9])
+@pytest.mark.parametrize("count", [3, 8, 9])
 @pytest.mark.parametrize("kind", ["full", "sliding", "packed", "packed_sliding"])
 def test_compiled_block_mask_equals_the_eager_one(kind: str, count: int) -> None:
     """Fewer queries than a tile, one tile and part of a second: values, strides and closure are equal."""
     generator = torch.Generator().manual_seed(count)
-    # Inductor's C++ does not compile when context and blocks together fit one tile.
+    # Longer than a tile: of context and blocks in one tile Inductor makes C++ that g++ refuses.
     documents = (torch.arange(150) // 60).expand(2, -1) if "packed" in kind else None
     anchors = torch.randint(148, (2, count), generator=generator).sort().values
     layout = BlockLayout(150, 16, anchors, torch.rand(2, count) < 0.8, documents)

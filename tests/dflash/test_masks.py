@@ -55,7 +55,7 @@ def seen_tiles(mask: torch.Tensor) -> torch.Tensor:
     rows, columns = (-(-size // TILE) for size in mask.shape[2:])
     padded = torch.zeros(*mask.shape[:2], rows * TILE, columns * TILE, dtype=torch.bool)
     padded[:, :, : mask.shape[2], : mask.shape[3]] = mask
-    return padded.unflatten(2, (rows, TILE)).unflatten(4, (columns, TILE)).any(5).any(3)
+    return padded.view(*mask.shape[:2], rows, TILE, columns, TILE).any(5).any(3)
 
 
 LAYOUTS = {
@@ -155,8 +155,8 @@ def test_queries_past_the_last_block_see_nothing(window: int | None, packed: boo
 def test_closures_hold_no_state_in_default_arguments(window: int | None, packed: bool) -> None:
     """Dynamo guards closure cells, not defaults (pytorch#178365)."""
     mod = build_mask_mod(random_layout(40, 5, 8, packed=packed), window)
-    assert mod.__defaults__ is None and mod.__kwdefaults__ is None  # type: ignore[attr-defined]
-    assert mod.__closure__  # type: ignore[attr-defined]
+    assert mod.__defaults__ is None and mod.__kwdefaults__ is None
+    assert mod.__closure__
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_one_failing_target_does_not_stop_the_others(fresh: Template, place: Pla
     )
     strict = fresh.command(*warm(place, "--strict"))
     assert strict.code == 1
-    assert "Traceback" not in strict.err
+    assert strict.err.splitlines()[-1].startswith("error: forward train x=[3,8] on cpu failed")
 
 
 def _passed_by(folder: Path, strict: bool) -> Report | str:
@@ -213,7 +213,8 @@ def test_a_graph_that_torch_never_caches(fresh: Template, tmp_path: Path) -> Non
     for _ in range(2):
         report = fresh.call(_passed_by, tmp_path, strict=False)
         assert isinstance(report, Report)
-        assert [row.evidence and row.evidence.outcome for row in report.targets] == ["bypass"] * 2
+        assert report.targets[0].evidence is not None
+        assert report.targets[0].evidence.outcome == "bypass"
         assert "never cached" in report.gave_up[0]
     refused = fresh.call(_passed_by, tmp_path, strict=True)
     assert isinstance(refused, str)
