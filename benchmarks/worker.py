@@ -7,7 +7,9 @@ twice each, on whatever TORCHINDUCTOR_CACHE_DIR holds. Prints one JSON object la
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import os
 import time
 from collections.abc import Mapping
 
@@ -15,11 +17,14 @@ import torch
 from torch import nn
 
 from compilecache import ShapePlan, ensure_warm
+from compilecache.progress import LineProgress
 from compilecache.shapes import InputSpec
 from compilecache.torch_names import Limits, counts, raise_limits, takes_recompile_limit
 from compilecache.workload import Workload, workload_of_plan
 
 ENTRIES = 64
+STUCK_SECONDS = float(os.environ.get("BENCH_STUCK_SECONDS", "600"))
+"""After so long every thread says where it stands."""
 
 
 def main() -> None:
@@ -31,6 +36,7 @@ def main() -> None:
     parser.add_argument("--store", default="")
     parser.add_argument("--root", required=True)
     arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(STUCK_SECONDS, repeat=True)
     plan = ShapePlan.load(arguments.plan)
     workload = workload_of_plan(plan)
     models = {name: workload.build(torch.device(name)) for name in arguments.devices.split(",")}
@@ -38,7 +44,13 @@ def main() -> None:
     began = time.perf_counter()
     result: dict[str, object] = {}
     if arguments.how == "ours":
-        warm = ensure_warm(list(models.values()), plan, store=arguments.store, root=arguments.root)
+        warm = ensure_warm(
+            list(models.values()),
+            plan,
+            store=arguments.store,
+            root=arguments.root,
+            progress=LineProgress(),
+        )
         result["report"] = warm.report.model_dump(mode="json")
     else:
         result["first_seconds"] = by_torch(workload, plan, models)
@@ -46,6 +58,7 @@ def main() -> None:
     result["seconds"] = time.perf_counter() - began
     result["counts"] = {"hits": counts().hits, "misses": counts().misses}
     result["steps"] = checked_steps(workload, plan, models)
+    faulthandler.cancel_dump_traceback_later()
     print(json.dumps(result))
 
 

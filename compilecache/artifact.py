@@ -132,7 +132,7 @@ class Record(BaseModel):
     pack: PackInfo | None
     """The pack made for this record; None when other packs hold all files."""
     evidence: Evidence | None = None
-    """How its second run, in a fresh process, was seen to compile nothing."""
+    """What was seen when its files were made, or proven in a fresh process."""
     created: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")] = Field(
         default_factory=utc_now
     )

@@ -259,16 +259,24 @@ class CacheDir:
 
     def quarantine(self, entries: Iterable[FileEntry]) -> tuple[str, ...]:
         """Moves damaged files aside, so that whole ones can take their place. Nothing is deleted."""
-        moved = []
-        for entry in entries:
-            path = self.root / entry.path
-            if path.exists() and check_files(self.root, [entry]):
-                place = self._own / "damaged" / f"{time.time_ns()}-{path.name}"
-                with self._explaining():
-                    place.parent.mkdir(exist_ok=True, mode=0o700)
-                    path.rename(place)
-                moved.append(entry.path)
-        return tuple(moved)
+        return tuple(
+            entry.path
+            for entry in entries
+            if (self.root / entry.path).exists()
+            and check_files(self.root, [entry])
+            and self.move_aside(entry.path)
+        )
+
+    def move_aside(self, path: str) -> bool:
+        """Moves one file where nobody looks for it; False when it was gone already."""
+        place = self._own / "damaged" / f"{time.time_ns()}-{path.rpartition('/')[2]}"
+        with self._explaining():
+            place.parent.mkdir(exist_ok=True, mode=0o700)
+            try:
+                (self.root / path).rename(place)
+            except FileNotFoundError:
+                return False
+        return True
 
     @contextmanager
     def staging(self) -> Iterator[Path]:

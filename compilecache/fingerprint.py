@@ -5,16 +5,13 @@ Host names, pod addresses, paths and formatting never enter: two pods of one ima
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
-import inspect
 import json
 import os
 import platform
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compilecache.errors import PlanError
+from compilecache.sources import classes_digest, import_name, source_digest
 
 if TYPE_CHECKING:
     import torch
@@ -208,7 +206,7 @@ def modules_digest(module: nn.Module) -> str:
 
 
 def _class_name(cls: type) -> str:
-    return f"{_import_name(cls.__module__)}.{cls.__qualname__}"
+    return f"{import_name(cls.__module__)}.{cls.__qualname__}"
 
 
 def parameters_digest(module: nn.Module) -> str:
@@ -225,60 +223,14 @@ def _sources(workload: Workload, module: nn.Module) -> dict[str, str]:
     given = sorted(set(workload.sources()))
     if given:
         return {f"source.{name}": source_digest(name) for name in given}
-    classes = {type(child) for child in module.modules()}
-    own = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
-    modules = {cls.__module__ for cls in own if cls.__module__ != "__main__"}
+    by_module: dict[str, set[type]] = {}
+    for cls in {type(child) for child in module.modules()}:
+        if cls.__module__.partition(".")[0] != "torch":
+            by_module.setdefault(cls.__module__, set()).add(cls)
     return {
-        **{f"source.{name}": source_digest(name) for name in sorted(modules)},
-        **{
-            f"source.{_import_name('__main__')}.{cls.__qualname__}": _class_digest(cls)
-            for cls in own
-            if cls.__module__ == "__main__"
-        },
+        f"source.{import_name(name)}": classes_digest(classes)
+        for name, classes in sorted(by_module.items())
     }
-
-
-def _import_name(module_name: str) -> str:
-    """What ``__main__`` would be called if it were imported, so that both ways agree."""
-    if module_name != "__main__":
-        return module_name
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    return spec.name if spec else Path(getattr(main, "__file__", None) or "interactive").stem
-
-
-def _class_digest(cls: type) -> str:
-    """A script changes all the time; of ``__main__`` only the classes themselves count."""
-    try:
-        return _tree_digest(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError):
-        return "no source"
-
-
-def source_digest(module_name: str) -> str:
-    """Over the syntax tree of a module's source: comments, blank lines, docstrings do not count."""
-    module = importlib.import_module(module_name)
-    path = getattr(module, "__file__", None)
-    if path is None or not path.endswith(".py"):
-        return f"no source: {getattr(module, '__version__', 'unversioned')}"
-    return _tree_digest(Path(path).read_text(encoding="utf-8"))
-
-
-def _tree_digest(source: str) -> str:
-    return _short(ast.dump(_without_docstrings(ast.parse(source)), annotate_fields=False))
-
-
-def _without_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and _is_text(first.value):
-                node.body = node.body[1:]
-    return tree
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def nearest(mine: Fingerprint, others: Iterable[Fingerprint]) -> Fingerprint | None:

@@ -29,6 +29,7 @@ from compilecache.errors import (
 from compilecache.exchange import Exchange, Restored
 from compilecache.fingerprint import environment, fingerprint
 from compilecache.progress import LogProgress, Progress
+from compilecache.remains import sweep
 from compilecache.report import Report, Status, TargetReport
 from compilecache.shapes import CompileTarget
 from compilecache.store import ArtifactStore
@@ -134,6 +135,9 @@ class _Warming:
         """Looks again, now that nobody else writes, and restores what the store has."""
         for trouble in self._exchange.look(repair=True):
             self._trouble(f"{trouble}; moved aside")
+        with self._surviving("clearing up"):
+            for path in sweep(self._job.cache):
+                self._trouble(f"'{path}' was never finished by whoever wrote it; moved aside")
         if self._job.store is None or not self._exchange.missing:
             return
         self._progress.doing("restoring", f"from {self._job.store.url}")

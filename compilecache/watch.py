@@ -16,8 +16,11 @@ from pathlib import Path
 COMPILERS = ("g++", "gcc", "cc", "c++", "clang", "clang++", "icpx", "nvcc", "ptxas", "hipcc", "ld")
 """Programs that produce code; Triton's own LLVM step always ends in one of them."""
 
-ASKING = ("--version", "-v", "-V", "-E", "-dumpversion", "-dumpfullversion", "-dumpmachine")
+ASKING = ("--version", "-V", "-E", "-dumpversion", "-dumpfullversion", "-dumpmachine")
 """Arguments of calls that only ask a compiler something, or only preprocess."""
+
+VERBOSE = "-v"
+"""Asks for the version when it stands alone; Triton's every ptxas call has it too."""
 
 
 @dataclass
@@ -92,7 +95,8 @@ def _words(command: object) -> list[str]:
 
 def is_compile(command: Sequence[str]) -> bool:
     """Whether a command line produces code: a known compiler, and not merely asked something."""
-    if not command or any(word in ASKING for word in command[1:]):
+    arguments = [word for word in command[1:] if word != VERBOSE]
+    if not arguments or any(word in ASKING for word in arguments):
         return False
     program = command[0].rsplit("/", 1)[-1]
     base = program.rstrip("0123456789.").rstrip("-")

@@ -33,7 +33,7 @@ class Workload(Protocol):
     def sources(self) -> Sequence[str]:
         """Names of the Python modules that get traced; their syntax trees enter the fingerprint.
 
-        Empty: the modules that define the classes of the model's submodules.
+        Empty: the classes of the model's submodules and what they reach in their own modules.
         """
         return ()
 

@@ -69,7 +69,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; 1 when stale")
     check = parser.parse_args().check
-    stale = [page for page in pages() if refreshed(page.read_text("utf-8")) != page.read_text("utf-8")]
+    stale = [
+        page for page in pages() if refreshed(page.read_text("utf-8")) != page.read_text("utf-8")
+    ]
     for page in stale:
         print(f"{'stale' if check else 'wrote'} {page.relative_to(ROOT)}")
         if not check:

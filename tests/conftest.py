@@ -11,11 +11,11 @@ from pathlib import Path
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
-
-from compilecache.shapes import ShapePlan
 from processes import Template
 from training import Trained, warm_and_train
 from workloads import plan
+
+from compilecache.shapes import ShapePlan
 
 
 @pytest.fixture(scope="session")

@@ -160,9 +160,7 @@ class Template:
             "function": f"{function.__module__}:{function.__qualname__}",
             "environment": environment(**(env or {})),
             "folder": str(cwd or folder),
-            **{
-                name: str(folder / name) for name in ("arguments", "result", "stdout", "stderr")
-            },
+            **{name: str(folder / name) for name in ("arguments", "result", "stdout", "stderr")},
         }
         return Running(json.loads(self._ask(order)), folder, self._poll)
 

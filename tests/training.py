@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import workloads
 from torch import nn
 
-import workloads
 from compilecache import torch_names
 from compilecache.ensure import ensure_warm
 from compilecache.report import Report

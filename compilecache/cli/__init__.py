@@ -93,6 +93,8 @@ def main() -> NoReturn:
 
 
 def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:
+    # os.write: the signal may have come while standard error was being written to.
+    os.write(2, b"error: terminated; finished targets are kept, run the same command again\n")
     raise SystemExit(128 + signal.SIGTERM)
 
 

@@ -106,7 +106,7 @@ def choose_devices(devices: str | None) -> list[str]:
 
         return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
     chosen = [device.strip() for device in devices.split(",") if device.strip()]
-    for device in chosen:
+    for device in chosen or [devices]:
         refuse_absent(device)
     return list(dict.fromkeys(chosen))
 

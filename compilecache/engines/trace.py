@@ -244,5 +244,5 @@ def _peak(device: torch.device) -> int | None:
 @contextmanager
 def _phase(spec: InputSpec, module: nn.Module) -> Iterator[None]:
     module.train(spec.phase == "train")
-    with torch.set_grad_enabled(spec.phase == "train"):
+    with torch.inference_mode(False), torch.set_grad_enabled(spec.phase == "train"):
         yield

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mounts import read_only, tmpfs
+from processes import Running, Template
 
 from compilecache.artifact import FileEntry, Record, hash_files
 from compilecache.cachedir import (
@@ -29,8 +31,6 @@ from compilecache.cachedir import (
     travels,
 )
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
-from mounts import read_only, tmpfs
-from processes import Running, Template
 
 PACK = "0" * 64
 
@@ -93,9 +93,9 @@ def test_a_root_without_execution(tmp_path: Path) -> None:
 
 def test_a_full_root(tmp_path: Path) -> None:
     """121122: a small tmpfs; said before anything is compiled, with the space there is."""
-    with tmpfs(tmp_path / "mount", "size=8m,mode=700") as folder:
-        with pytest.raises(UnsafePath, match="8 MiB free"):
-            CacheDir(folder).prepare()
+    mount = tmpfs(tmp_path / "mount", "size=8m,mode=700")
+    with mount as folder, pytest.raises(UnsafePath, match="8 MiB free"):
+        CacheDir(folder).prepare()
 
 
 def test_a_root_that_fills_up_while_it_is_written(tmp_path: Path) -> None:
@@ -104,10 +104,10 @@ def test_a_root_that_fills_up_while_it_is_written(tmp_path: Path) -> None:
         cache = CacheDir(folder)
         cache.prepare()
         cache.say("before")
-        with (folder / "filler").open("wb", buffering=0) as file:
-            with pytest.raises(OSError, match="No space"):
-                while file.write(bytes(2**16)):
-                    pass
+        file = (folder / "filler").open("wb", buffering=0)
+        with file, pytest.raises(OSError, match="No space"):
+            while file.write(bytes(2**16)):
+                pass
         with pytest.raises(UnsafePath, match="No space left") as caught:
             cache.say("x" * 100_000)
         assert caught.value.path == str(folder)

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Cold, Place, S3Server
+from processes import Template
 from torch import nn
+from training import Trained, inputs_of, model_of, train, warm_and_train
+from workloads import Conv, Learning, Product, TwoLayer, plan, rows
 
 from compilecache.ensure import ensure_warm
 from compilecache.errors import CompileFailed
 from compilecache.progress import LogProgress
 from compilecache.report import Report, TargetReport
-from conftest import Cold, Place, S3Server
-from processes import Template
-from training import Trained, inputs_of, model_of, train, warm_and_train
-from workloads import Conv, Learning, Product, TwoLayer, plan, rows
+from compilecache.shapes import InputSpec, plan_of
 
 EAGER = {"backend": "eager"}
 
@@ -222,9 +223,7 @@ def _learning(folder: Path, *, strict: bool) -> Report:
     ).report  # fmt: skip
 
 
-def _batches() -> tuple[object, ...]:
-    from compilecache.shapes import InputSpec
-
+def _batches() -> tuple[InputSpec, ...]:
     return (InputSpec(dims={"batch": 2}),)
 
 
@@ -264,6 +263,23 @@ def test_parameters_that_take_no_gradient(fresh: Template, tmp_path: Path, kind:
     report, kept = fresh.call(_frozen, tmp_path, kind)
     assert report.warm
     assert kept
+
+
+@pytest.mark.slow
+def test_a_drafter(fresh: Template, place: Place) -> None:
+    """The tiny DFlash by its name: compiled by a command, lost, restored, proven by another."""
+    from dflash_model.workload import tiny
+
+    specs = tiny.specs([128], batch_sizes=[1], phases=["train"])
+    place.write(plan_of(specs, workload="dflash_model.workload:tiny"))
+    first = fresh.command("warm", *place.words, "--strict", "--json")
+    assert first.code == 0, first.err
+    assert {row["status"] for row in first.json["targets"]} == {"compiled"}
+    shutil.rmtree(place.root)
+    second = fresh.command("warm", *place.words, "--strict", "--json")
+    assert second.code == 0, second.err
+    assert {row["status"] for row in second.json["targets"]} == {"restored"}
+    assert all(row["evidence"]["launches"] == 0 for row in second.json["targets"])
 
 
 class _Blocking(LogProgress):

@@ -8,6 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Place
+from mounts import read_only
+from processes import Template
+from training import warm_and_train
+from workloads import PassedBy, plan, rows
 
 from compilecache.artifact import Record
 from compilecache.ensure import ensure_warm
@@ -21,11 +26,6 @@ from compilecache.errors import (
 from compilecache.fingerprint import Fingerprint
 from compilecache.report import Report
 from compilecache.store import ArtifactStore
-from conftest import Place
-from mounts import read_only
-from processes import Template
-from training import warm_and_train
-from workloads import Fragile, PassedBy, plan, rows
 
 NOBODY = "http://127.0.0.1:9"
 """An address where nothing answers."""
@@ -112,7 +112,9 @@ def test_a_store_that_is_down(fresh: Template, place: Place) -> None:
     later = fresh.command(*warm(place))
     assert (later.code, statuses(later)) == (0, ["local"]), later.err
     assert [record.key for record in records_of(place.store)] == [report.targets[0].key]
-    again = fresh.command("restore", *place.words[:-3], place.folder / "other", "--store", place.store)
+    again = fresh.command(
+        "restore", *place.words[:-3], place.folder / "other", "--store", place.store
+    )
     assert again.code == 0, again.err
     assert "s3://bucket/cache" in fresh.call(_down_strict, Place(place.folder / "strict"))
 

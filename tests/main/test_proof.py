@@ -7,15 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from conftest import Place
+from processes import Template
+from workloads import plan
 
 from compilecache.adopt import adopt_plan, cache_files
 from compilecache.errors import CompileFailed, PlanError
 from compilecache.proof import Request, prove, run_fresh
 from compilecache.shapes import ShapePlan
 from compilecache.store import ArtifactStore
-from conftest import Place
-from processes import Template
-from workloads import plan
 
 
 def listing(root: Path) -> dict[str, str]:
@@ -59,7 +59,9 @@ def test_counters_say_hit_while_a_compiler_runs(fresh: Template, warmed: Place) 
     assert seen["hits"] > 0
     assert seen["launches"] > 0
     assert [row["warm"] for row in ended.json["targets"]].count(False) >= 2
-    after = {name: text for name, text in listing(warmed.root).items() if ".compilecache" not in name}
+    after = {
+        name: text for name, text in listing(warmed.root).items() if ".compilecache" not in name
+    }
     assert after == before
 
 
@@ -113,9 +115,7 @@ def test_a_directory_adopted_with_a_plan_is_proven_first(fresh: Template, warmed
     shutil.rmtree(found / ".compilecache")
     shutil.rmtree(warmed.store)
     known = warmed.plan
-    warmed.write(
-        known.model_copy(update={"specs": (*known.specs, *plan("two_layer", [5]).specs)})
-    )
+    warmed.write(known.model_copy(update={"specs": (*known.specs, *plan("two_layer", [5]).specs)}))
     before = listing(found)
     saved = fresh.command(
         "publish", warmed.plan_file, "--from", found, "--device", "cpu", "--store", warmed.store,
