@@ -26,7 +26,7 @@ from compilecache.progress import BarProgress, LogProgress, Progress
 from compilecache.report import Report
 from compilecache.shapes import InputSpec, ShapePlan, plan_of
 from compilecache.store import ArtifactStore
-from compilecache.workload import HasWorkload, Workload, load_workload
+from compilecache.workload import HasWorkload, Workload, load_workload, workload_of_plan
 
 if TYPE_CHECKING:
     from compilecache.examples import Example
@@ -99,7 +99,8 @@ def ensure_warm(
         workload: the workload or its ``module:attribute``; by default the model brings it along
             (``compile_workload()``), and plain examples need none.
         root: cache root; None for ``COMPILECACHE_ROOT``, ``TORCHINDUCTOR_CACHE_DIR``, torch's own.
-        compile_options: more keyword arguments of ``torch.compile``; they enter the fingerprint.
+        compile_options: more keyword arguments of ``torch.compile`` (mode, fullgraph, backend,
+            options), on top of the plan's own; they enter the fingerprint.
         strict: raise on cache trouble, failed and never-cached targets. Otherwise trouble with the
             cache never ends a run: it is in ``report.gave_up`` and in the log.
         lock_timeout: seconds to wait for another process that fills the same root.
@@ -116,7 +117,9 @@ def ensure_warm(
     modules = [models] if isinstance(models, nn.Module) else list(models)
     replicas = [Replica(device_of(module), module) for module in modules]
     chosen, plan = _workload_and_plan(modules, shapes, workload)
-    request = _Request(chosen, plan, replicas, compile_options or {}, strict, lock_timeout)
+    options = {**plan.compile_options, **(compile_options or {})}
+    plan = ShapePlan.parse({**plan.model_dump(), "compile_options": options})
+    request = _Request(chosen, plan, replicas, strict, lock_timeout)
     outcome: Report | CompileCacheError
     try:
         outcome = request.run(root, store, allow_network_root, progress)
@@ -137,7 +140,6 @@ class _Request:
     workload: Workload
     plan: ShapePlan
     replicas: list[Replica]
-    options: Mapping[str, JsonValue]
     strict: bool
     lock_timeout: float
 
@@ -172,7 +174,7 @@ class _Request:
             targets=self.plan.targets(list(per_device)),
             cache=cache,
             store=store,
-            options=self.options,
+            options=self.plan.compile_options,
             instances=max(per_device.values()),
             strict=self.strict,
             lock_timeout=self.lock_timeout,
@@ -252,6 +254,8 @@ def _workload_and_plan(
         chosen = workload
     elif isinstance(original, HasWorkload):
         chosen = original.compile_workload()
+    elif plan is not None and plan.workload is not None:
+        chosen = workload_of_plan(plan)
     else:
         examples = cast("Sequence[Example]", shapes if plan is None else ())
         chosen = ExampleWorkload(examples, module=original)

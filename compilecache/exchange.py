@@ -106,6 +106,18 @@ class Exchange:
         done.seconds = time.perf_counter() - began
         return done
 
+    def adopt(self, environment: Fingerprint) -> int:
+        """Restores a directory that somebody saved as it was; returns how many files it had.
+
+        It may hold what is missing: torch's own keys will tell. Raises StoreUnavailable, or
+        ChecksumMismatch when it is damaged or in conflict with the root.
+        """
+        adopted = Exchange(self.cache, self.store, environment, [ADOPTED])
+        adopted.look()
+        for fault in adopted.restore().faults:
+            raise fault
+        return sum(len(record.files) for record in adopted.complete.values())
+
     def _bring_all(self, records: list[Record], done: Restored) -> None:
         if not records:
             return

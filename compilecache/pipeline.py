@@ -16,7 +16,6 @@ import torch
 from pydantic import JsonValue
 
 from compilecache import torch_names
-from compilecache.artifact import ADOPTED
 from compilecache.cachedir import CacheDir
 from compilecache.engines.trace import Replica, Run, TraceEngine
 from compilecache.errors import (
@@ -144,18 +143,10 @@ class _Warming:
         with self._surviving("restoring"):
             self._restored = self._exchange.restore()
             if self._exchange.missing:
-                self._adopt(self._job.store)
+                self._exchange.adopt(environment(torch.device(self._job.targets[0].device)))
         for fault in self._restored.faults:
             with self._surviving("restoring"):
                 raise fault
-
-    def _adopt(self, store: ArtifactStore) -> None:
-        """A directory somebody saved as it was may hold what is missing; torch itself will tell."""
-        mark = environment(torch.device(self._job.targets[0].device))
-        adopted = Exchange(self._job.cache, store, mark, [ADOPTED]).restore()
-        self._restored.faults.extend(adopted.faults)
-        self._restored.bytes += adopted.bytes
-        self._restored.files += adopted.files
 
     # -- walking ----------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from compilecache.workload import Workload, load_workload
 PHASES = ("train", "eval")
 
 _EXPLICIT = re.compile(r"[\d,\s]+")
-_DEVICE = re.compile(r"cpu|mps|(cuda|xpu|hpu):\d+")
+_DEVICE = re.compile(r"cpu|cuda:\d+")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compilecache")
 
+OF_A_TARGET = ("compiling", "priming", "publishing")
+"""Phases of one target; the others concern all."""
+
 
 class Progress(Protocol):
     """Hears of every step; all methods return at once and never raise."""
@@ -46,7 +49,8 @@ class LogProgress:
         self._line(f"{count} targets")
 
     def doing(self, phase: str, what: str) -> None:
-        self._line(f"[{self._ended + 1}/{self._count}] {phase} {what}")
+        number = f"[{self._ended + 1}/{self._count}] " if phase in OF_A_TARGET else ""
+        self._line(f"{number}{phase} {what}")
 
     def done(self, row: TargetReport) -> None:
         self._ended += 1

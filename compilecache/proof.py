@@ -11,11 +11,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from compilecache.cachedir import OWN, CacheDir, travels
 from compilecache.errors import CompileFailed, PlanError, UnsafePath
@@ -30,7 +30,6 @@ class Request(BaseModel):
     plan: ShapePlan
     devices: list[str]
     root: str
-    options: dict[str, JsonValue] = Field(default_factory=dict)
 
 
 class Row(BaseModel):
@@ -84,7 +83,6 @@ def prove(
     devices: Sequence[str],
     root: Path,
     *,
-    options: Mapping[str, JsonValue] | None = None,
     timeout: float | None = None,
 ) -> Result:
     """Runs every target of the plan in a new process on a copy of ``root``.
@@ -95,8 +93,8 @@ def prove(
     everything = CacheDir(root).files()
     needed = [path for path in everything if travels(path, triton_bundled=True)]
     with copy_of(root, needed) as copy:
-        return run_fresh(Request(plan=plan, devices=list(devices), root=str(copy),
-                                 options=dict(options or {})), timeout)  # fmt: skip
+        request = Request(plan=plan, devices=list(devices), root=str(copy))
+        return run_fresh(request, timeout)
 
 
 @contextmanager

@@ -123,6 +123,8 @@ class ShapePlan(_Value):
     """``module:attribute`` of the workload, as the command line names it."""
     settings: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the workload factory."""
+    compile_options: dict[str, JsonValue] = Field(default_factory=dict)
+    """More keyword arguments of ``torch.compile``: mode, fullgraph, backend, options."""
     lengths: dict[str, JsonValue] = Field(default_factory=dict)
     """Where the buckets came from: source, count, step, padded share. For people; not read back."""
     specs: tuple[InputSpec, ...] = Field(min_length=1)
@@ -131,6 +133,14 @@ class ShapePlan(_Value):
     @classmethod
     def _unique(cls, specs: tuple[InputSpec, ...]) -> tuple[InputSpec, ...]:
         return tuple(dict.fromkeys(specs))
+
+    @field_validator("compile_options")
+    @classmethod
+    def _allowed(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        fixed = sorted({"dynamic", "recompile_limit", "disable"} & options.keys())
+        if fixed:
+            raise ValueError(f"{', '.join(fixed)} cannot be chosen: the plan decides")
+        return options
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -171,7 +181,7 @@ class ShapePlan(_Value):
         specs = data.pop("specs")
         head = {
             name: data[name]
-            for name in ("format", "workload", "settings", "lengths")
+            for name in ("format", "workload", "settings", "compile_options", "lengths")
             if name in data
         }
         lines = [yaml.safe_dump(head, sort_keys=False, width=100), "specs:\n"]

@@ -14,11 +14,18 @@ from torch.nn.attention.flex_attention import BlockMask
 from compilecache.errors import PlanError
 from dflash_model.anchors import sample_anchors
 from dflash_model.config import DrafterConfig
-from dflash_model.masks import BlockLayout, MaskMod, build_mask_mod, dense_mask
+from dflash_model.masks import (
+    BlockLayout,
+    MaskMod,
+    Tiles,
+    block_mask_of,
+    build_mask_mod,
+    dense_mask,
+)
 
 Attend = Literal["auto", "flex", "dense"]
 Mask = Tensor | BlockMask
-MakeBlockMask = Callable[..., BlockMask]
+FindTiles = Callable[..., Tiles]
 """``BlockMasks.forward``, or the compiled module itself."""
 
 
@@ -83,7 +90,7 @@ def make_batch(
     anchors: int,
     dtype: torch.dtype,
     dense: bool,
-    make_block_mask: MakeBlockMask,
+    find_tiles: FindTiles,
     generator: torch.Generator | None = None,
 ) -> Batch:
     """Draws N anchors a row and builds one mask for each kind of layer, without gradient.
@@ -102,7 +109,7 @@ def make_batch(
         if rows.document_ids is not None:
             batch["document_ids"] = rows.document_ids.long().contiguous()
         layout = layout_of(batch, config.block_size)
-        make = dense_mask if dense else partial(_make_block_mask, make_block_mask)
+        make = dense_mask if dense else partial(_block_mask, find_tiles)
         if "full" in config.mask_kinds:
             batch["full_mask"] = make(layout, None)
         if "sliding" in config.mask_kinds:
@@ -110,8 +117,10 @@ def make_batch(
     return batch
 
 
-def _make_block_mask(make: MakeBlockMask, layout: BlockLayout, window: int | None) -> BlockMask:
-    return make(**block_mask_inputs(layout, window))
+def _block_mask(find_tiles: FindTiles, layout: BlockLayout, window: int | None) -> BlockMask:
+    inputs = block_mask_inputs(layout, window)
+    tiles = find_tiles(**inputs)
+    return block_mask_of(tiles, inputs["mask_mod"], q_len=inputs["q_len"], kv_len=inputs["kv_len"])
 
 
 def layout_of(batch: Batch, block_size: int) -> BlockLayout:
@@ -141,7 +150,7 @@ def takes_dense(attention: Attend, device: torch.device) -> bool:
 
 
 def block_mask_inputs(layout: BlockLayout, window: int | None) -> BlockMaskInputs:
-    """What makes the BlockMask of a layout; with a window, of its sliding layers."""
+    """What finds the tiles of a layout; with a window, of its sliding layers."""
     return {
         "mask_mod": build_mask_mod(layout, window),
         "batch": layout.anchors.shape[0],

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -110,20 +111,52 @@ def _packed(layout: BlockLayout, base: MaskMod, document_ids: Tensor) -> MaskMod
     return packed
 
 
-class BlockMasks(nn.Module):
-    """Makes a BlockMask; a module of its own because it is compiled as a function of its own.
+Tiles = tuple[Tensor, Tensor]
+"""Which 128x128 tiles are partly and which are wholly visible, each ``[B, 1, Q/128, KV/128] bool``."""
 
-    Eager, ``create_block_mask`` costs gigabytes a step (speculators#731). It has no parameters and
-    needs no gradient: call it under ``torch.no_grad`` so that training and evaluation share a graph.
+
+class BlockMasks(nn.Module):
+    """Finds the visible tiles of a mask; a module of its own because it is compiled on its own.
+
+    Eager, this costs gigabytes a step (speculators#731). It has no parameters and needs no
+    gradient: call it under ``torch.no_grad`` so that training and evaluation share a graph. What
+    ``create_block_mask`` does beyond it, sorting tile indices, stays eager (``block_mask_of``): as
+    generated code the sorts of a few dozen columns take ptxas minutes, and running them takes none.
     """
 
     def forward(
         self, mask_mod: MaskMod, *, batch: int, q_len: int, kv_len: int, device: torch.device
-    ) -> BlockMask:
-        """The mask of ``[B, 1, Q, S+Q]``, one for all heads: one a head runs out of memory."""
-        return create_block_mask(
-            mask_mod, batch, None, q_len, kv_len, device=device, BLOCK_SIZE=TILE
-        )
+    ) -> Tiles:
+        """Tiles of ``[B, 1, Q, S+Q]``, one mask for all heads: one a head runs out of memory."""
+        dense = create_mask(mask_mod, batch, None, q_len, kv_len, device=device)
+        dense = F.pad(dense, (0, -kv_len % TILE, 0, -q_len % TILE))
+        rows, columns = dense.shape[2] // TILE, dense.shape[3] // TILE
+        tiled = dense.reshape(batch, 1, rows, TILE, columns, TILE)
+        visible = tiled.sum(dim=(3, 5), dtype=torch.int32)
+        full = visible == TILE * TILE
+        return (visible > 0) & ~full, full
+
+
+@torch.no_grad()
+def block_mask_of(tiles: Tiles, mask_mod: MaskMod, *, q_len: int, kv_len: int) -> BlockMask:
+    """The BlockMask that flex attention takes, as ``create_block_mask`` would make it."""
+    (partial_counts, partial), (full_counts, full) = map(_ordered, tiles)
+    return BlockMask.from_kv_blocks(
+        partial_counts,
+        partial,
+        full_counts,
+        full,
+        BLOCK_SIZE=TILE,
+        mask_mod=mask_mod,
+        seq_lengths=(q_len, kv_len),
+    )
+
+
+def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles each row of tiles sees, and the columns, those it sees first."""
+    seen = tiles.to(torch.int32).contiguous()
+    columns = torch.argsort(seen, dim=-1, descending=True, stable=True)
+    return seen.sum(dim=-1, dtype=torch.int32), columns.to(torch.int32).contiguous()
 
 
 def dense_mask(layout: BlockLayout, window: int | None = None) -> Tensor:

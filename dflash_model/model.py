@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_model.batch import Attend, Batch, MakeBlockMask, Mask, Rows, make_batch, takes_dense
+from dflash_model.batch import Attend, Batch, FindTiles, Mask, Rows, make_batch, takes_dense
 from dflash_model.config import DrafterConfig, LayerKind
 from dflash_model.layers import Layer, RMSNorm, rotation
 from dflash_model.loss import block_targets, weighted_loss
@@ -150,9 +150,9 @@ class Drafter(nn.Module):
         return self.batch_of(rows, self.block_masks, generator)
 
     def batch_of(
-        self, rows: Rows, make_block_mask: MakeBlockMask, generator: torch.Generator | None
+        self, rows: Rows, find_tiles: FindTiles, generator: torch.Generator | None
     ) -> Batch:
-        """``prepare`` with another maker of BlockMasks, such as one that is not compiled."""
+        """``prepare`` with another finder of tiles, such as one that is not compiled."""
         rows.check(self.config, packed=self.packed)
         return make_batch(
             rows,
@@ -160,7 +160,7 @@ class Drafter(nn.Module):
             anchors=self.anchors,
             dtype=self.fc.weight.dtype,
             dense=takes_dense(self.attention, rows.input_ids.device),
-            make_block_mask=make_block_mask,
+            find_tiles=find_tiles,
             generator=generator,
         )
 

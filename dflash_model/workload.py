@@ -1,7 +1,7 @@
 """How ``compilecache`` plans, feeds and steps a drafter: named as ``dflash_model.workload:dflash``.
 
 Two functions are compiled apart. ``forward`` is the whole step, from hidden states to the loss.
-``block_mask`` makes the BlockMask and serves training and evaluation alike (phase "both"); on a
+``block_mask`` finds the tiles of a BlockMask, for training and evaluation alike (phase "both"); on a
 CPU, where training takes a dense mask that needs no compile, it serves evaluation only. So one
 plan is good for every kind of device.
 
@@ -42,7 +42,7 @@ class DFlashWorkload(Workload):
 
     Dims of a spec: ``seq_len`` (S), ``batch`` (B), ``anchors`` (N), ``block`` (b) and ``mask``.
     ``forward`` takes all masks of the drafter as one kind ("full", "sliding", "mixed"; with packed
-    rows "packed", "packed_sliding", "packed_mixed"), ``block_mask`` makes one of them. A spec may
+    rows "packed", "packed_sliding", "packed_mixed"), ``block_mask`` is for one of them. A spec may
     also state ``mask_q_len`` and ``mask_kv_len``, which must then be N·b and S + N·b.
     """
 
@@ -72,6 +72,19 @@ class DFlashWorkload(Workload):
             "attention": self.attention,
             "packed": self.packed,
         }
+
+    def origin(self) -> tuple[str, Mapping[str, JsonValue]] | None:
+        """Named by its preset; None for a drafter that is like none of them."""
+        for name, sizes in configs.PRESETS.items():
+            if replace(sizes, dtype=self.drafter_config.dtype) == self.drafter_config:
+                settings: dict[str, JsonValue] = {"preset": name, "anchors": self.anchors}
+                settings |= {"attention": self.attention, "dtype": self.drafter_config.dtype}
+                return "dflash_model.workload:dflash", settings | {"packed": self.packed}
+        return None
+
+    def max_length(self) -> int:
+        """S at most, in tokens."""
+        return self.drafter_config.max_length
 
     def sources(self) -> Sequence[str]:
         """The modules that are traced, and those that decide what the inputs look like."""
@@ -113,7 +126,7 @@ class DFlashWorkload(Workload):
         )
 
     def functions(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """``forward`` is the drafter itself, ``block_mask`` its maker of BlockMasks."""
+        """``forward`` is the drafter itself, ``block_mask`` what finds its tiles."""
         return {"forward": module, "block_mask": self._own(module).block_masks}
 
     def make_inputs(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import boto3
 import pytest
 from moto.server import ThreadedMotoServer
+from places import Cold, Place, S3Server
 from processes import Template
-from training import Trained, warm_and_train
+from training import warm_and_train
 from workloads import plan
 
 from compilecache.shapes import ShapePlan
@@ -26,55 +24,10 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Template]:
     template.close()
 
 
-@dataclass(frozen=True)
-class Place:
-    """A cache root, a store, and the plan they belong to, in folders of their own."""
-
-    folder: Path
-
-    @property
-    def root(self) -> Path:
-        """The cache root; may not exist yet."""
-        return self.folder / "root"
-
-    @property
-    def store(self) -> Path:
-        """The store; may not exist yet."""
-        return self.folder / "store"
-
-    @property
-    def plan_file(self) -> Path:
-        """Where the plan is written."""
-        return self.folder / "plan.yaml"
-
-    @property
-    def plan(self) -> ShapePlan:
-        """The plan."""
-        return ShapePlan.load(self.plan_file)
-
-    def write(self, plan: ShapePlan) -> Path:
-        """Makes this the plan."""
-        self.plan_file.write_text(plan.dump())
-        return self.plan_file
-
-    @property
-    def words(self) -> tuple[object, ...]:
-        """Plan, device, root and store as a command takes them."""
-        return (self.plan_file, "--device", "cpu", "--root", self.root, "--store", self.store)
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     """Nothing yet."""
     return Place(tmp_path)
-
-
-@dataclass(frozen=True)
-class Cold:
-    """A warm-up that had to compile, and where it left its root and store."""
-
-    place: Place
-    trained: Trained
 
 
 @pytest.fixture(scope="session")
@@ -87,41 +40,17 @@ def cold(fresh: Template, tmp_path_factory: pytest.TempPathFactory) -> Cold:
 
 
 @pytest.fixture
+def seeded(cold: Cold, place: Place) -> Place:
+    """Nothing yet, but for what torch compiles in every root to find out what the CPU can."""
+    cold.seed(place.root)
+    return place
+
+
+@pytest.fixture
 def warmed(cold: Cold, tmp_path: Path) -> Place:
     """A private copy of that root, store and plan."""
     shutil.copytree(cold.place.folder, tmp_path, dirs_exist_ok=True)
     return Place(tmp_path)
-
-
-@dataclass(frozen=True)
-class S3Server:
-    """A moto server over HTTP."""
-
-    url: str
-
-    def bucket(self) -> str:
-        """The address of a store in a bucket of its own."""
-        name = f"bucket-{uuid.uuid4().hex[:12]}"
-        client = boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            aws_access_key_id="testing",
-            aws_secret_access_key="testing",
-            region_name="us-east-1",
-        )
-        client.create_bucket(Bucket=name)
-        client.close()
-        return f"s3://{name}/cache"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a process needs to find it, as a user would set it."""
-        return {
-            "AWS_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": "testing",
-            "AWS_SECRET_ACCESS_KEY": "testing",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -27,11 +28,9 @@ def fingerprint(
     from compilecache.replicas import fingerprint_for
     from compilecache.workload import workload_of_plan
 
-    mark = fingerprint_for(workload_of_plan(plan), places[0])
+    mark = fingerprint_for(workload_of_plan(plan), places[0], plan.compile_options)
     if as_json:
-        common.print_json(
-            {"digest": mark.digest, "components": dict(sorted(mark.components.items()))}
-        )
+        common.print_json({"digest": mark.digest, **json.loads(mark.dump())})
         return
     click.echo(mark.digest)
     for name, value in sorted(mark.components.items()):

@@ -58,7 +58,7 @@ def _fingerprints(store: ArtifactStore, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, title=f"{len(rows)} fingerprints in {store.url}", title_justify="left")
+    table = Table(box=None, title=f"{_count(len(rows), 'fingerprint')} in {store.url}", title_justify="left")
     table.add_column("fingerprint", no_wrap=True, max_width=12)
     for column in ("targets", "MB", "age"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -95,7 +95,7 @@ def _targets(store: ArtifactStore, digest: str, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, title=f"{len(entries)} targets of {digest}", title_justify="left")
+    table = Table(box=None, title=f"{_count(len(entries), 'target')} of {digest}", title_justify="left")
     table.add_column("target", overflow="fold")
     for column in ("gen", "files", "MB", "age"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -124,3 +124,7 @@ def age(created: str) -> str:
     if minutes < 120:
         return f"{minutes:.0f} min"
     return f"{minutes / 60:.0f} h" if minutes < 48 * 60 else f"{minutes / 1440:.0f} d"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

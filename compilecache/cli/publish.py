@@ -71,7 +71,7 @@ def publish(
     from compilecache.workload import workload_of_plan
 
     targets = {target.key: target for target in plan.targets(places)}
-    mark = fingerprint_for(workload_of_plan(plan), places[0])
+    mark = fingerprint_for(workload_of_plan(plan), places[0], plan.compile_options)
     exchange = Exchange(cache, opened, mark, targets)
     with cache.lock("publishing", timeout=lock_timeout):
         for trouble in exchange.look():

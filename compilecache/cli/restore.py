@@ -42,11 +42,14 @@ def restore(
     cache = common.open_root(root, allow_network=allow_network_root)
     opened = common.open_store(store)
     places = common.choose_devices(devices)
+    import torch
+
     from compilecache.exchange import Exchange
+    from compilecache.fingerprint import environment
     from compilecache.replicas import fingerprint_for
     from compilecache.workload import workload_of_plan
 
-    mark = fingerprint_for(workload_of_plan(plan), places[0])
+    mark = fingerprint_for(workload_of_plan(plan), places[0], plan.compile_options)
     targets = {target.key: target for target in plan.targets(places)}
     exchange = Exchange(cache, opened, mark, targets)
 
@@ -58,6 +61,7 @@ def restore(
             click.echo(f"warning: {trouble}; moved aside", err=True)
         local = len(exchange.complete)
         done = exchange.restore()
+        adopted = exchange.adopt(environment(torch.device(places[0]))) if exchange.missing else 0
     for fault in done.faults:
         click.echo(f"warning: {fault}", err=True)
     missing = [str(targets[key]) for key in sorted(exchange.missing)]
@@ -69,6 +73,7 @@ def restore(
         "files": done.files,
         "bytes": done.bytes,
         "seconds": done.seconds,
+        "adopted_files": adopted,
         "missing": missing,
         "faults": [str(fault) for fault in done.faults],
     }
@@ -81,5 +86,10 @@ def restore(
         )
         for target in missing:
             click.echo(f"  missing: {target}")
+        if adopted:
+            click.echo(
+                f"An adopted directory was restored whole ({adopted} files). 'compilecache verify' "
+                "says which targets it serves."
+            )
     if missing:
         raise SystemExit(exit_code(done.faults[0]) if done.faults else NOT_WARM)

@@ -66,6 +66,7 @@ def warm(
         targets=plan.targets(places, limit=limit),
         cache=cache,
         store=opened,
+        options=plan.compile_options,
         strict=strict,
         lock_timeout=lock_timeout,
     )

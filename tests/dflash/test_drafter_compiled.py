@@ -73,10 +73,9 @@ def test_evaluation_warmed_with_examples_serves_real_batches() -> None:
 
 @pytest.mark.parametrize("count", [3, 8, 9])
 @pytest.mark.parametrize("kind", ["full", "sliding", "packed", "packed_sliding"])
-def test_compiled_block_mask_equals_the_eager_one(kind: str, count: int) -> None:
-    """Fewer queries than a tile, one tile and part of a second: values, strides and closure are equal."""
+def test_compiled_tiles_equal_the_eager_ones(kind: str, count: int) -> None:
+    """Fewer queries than a tile, one tile and part of a second: values and strides are equal."""
     generator = torch.Generator().manual_seed(count)
-    # Longer than a tile: of context and blocks in one tile Inductor makes C++ that g++ refuses.
     documents = (torch.arange(150) // 60).expand(2, -1) if "packed" in kind else None
     anchors = torch.randint(148, (2, count), generator=generator).sort().values
     layout = BlockLayout(150, 16, anchors, torch.rand(2, count) < 0.8, documents)
@@ -85,12 +84,9 @@ def test_compiled_block_mask_equals_the_eager_one(kind: str, count: int) -> None
     compile_in_place(masks)
     with torch.no_grad():
         compiled, eager = masks(**inputs), masks.forward(**inputs)
-    assert compiled.mask_mod is inputs["mask_mod"]
-    assert compiled.shape == eager.shape
-    for mine, theirs in zip(compiled.as_tuple(), eager.as_tuple(), strict=True):
-        if isinstance(theirs, torch.Tensor):
-            assert mine.stride() == theirs.stride()
-            assert torch.equal(mine, theirs)
+    for mine, theirs in zip(compiled, eager, strict=True):
+        assert mine.stride() == theirs.stride()
+        assert torch.equal(mine, theirs)
 
 
 def test_examples_compile_nothing() -> None:

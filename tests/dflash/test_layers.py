@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from dflash_model.batch import block_mask_inputs
 from dflash_model.layers import RMSNorm, _kernel_options, attend, rotate, rotation
-from dflash_model.masks import BlockLayout, BlockMasks, build_mask_mod, dense_mask
+from dflash_model.masks import (
+    BlockLayout,
+    BlockMasks,
+    block_mask_of,
+    dense_mask,
+)
 
 # Uncompiled flex says that it is slow; here it is the reference.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -46,13 +51,10 @@ def softmax_attention(
     return torch.nan_to_num(scores.softmax(-1)) @ v
 
 
-def block_mask(place: BlockLayout, window: int | None) -> Any:
-    return BlockMasks()(
-        build_mask_mod(place, window),
-        batch=2,
-        q_len=place.q_len,
-        kv_len=place.kv_len,
-        device=torch.device("cpu"),
+def block_mask(place: BlockLayout, window: int | None) -> BlockMask:
+    inputs = block_mask_inputs(place, window)
+    return block_mask_of(
+        BlockMasks()(**inputs), inputs["mask_mod"], q_len=place.q_len, kv_len=place.kv_len
     )
 
 

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dflash_model.anchors import sample_anchors
+from dflash_model.batch import block_mask_inputs
 from dflash_model.masks import (
     TILE,
     BlockLayout,
     BlockMasks,
+    block_mask_of,
     build_mask_mod,
     dense_mask,
     mask_kind,
@@ -39,15 +41,9 @@ def all_pads(length: int, count: int, block: int) -> BlockLayout:
 
 
 def make_block_mask(layout: BlockLayout, window: int | None = None) -> BlockMask:
-    made = BlockMasks()(
-        build_mask_mod(layout, window),
-        batch=layout.anchors.shape[0],
-        q_len=layout.q_len,
-        kv_len=layout.kv_len,
-        device=torch.device("cpu"),
-    )
-    assert isinstance(made, BlockMask)
-    return made
+    inputs = block_mask_inputs(layout, window)
+    tiles = BlockMasks()(**inputs)
+    return block_mask_of(tiles, inputs["mask_mod"], q_len=inputs["q_len"], kv_len=inputs["kv_len"])
 
 
 def seen_tiles(mask: torch.Tensor) -> torch.Tensor:
@@ -86,6 +82,24 @@ def test_block_mask_visits_exactly_the_tiles_that_are_seen(name: str, window: in
     layout = LAYOUTS[name]
     tiles = make_block_mask(layout, window).to_dense().bool()
     assert torch.equal(tiles, seen_tiles(reference_mask(layout, window)))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_block_mask_equals_the_one_torch_makes(name: str, window: int | None) -> None:
+    """Counts, indices in their order, sizes and closure are those of create_block_mask."""
+    layout = LAYOUTS[name]
+    mine = make_block_mask(layout, window)
+    mod = build_mask_mod(layout, window)
+    theirs = create_block_mask(
+        mod, layout.anchors.shape[0], None, layout.q_len, layout.kv_len, device="cpu"
+    )
+    assert mine.shape == theirs.shape
+    assert mine.seq_lengths == theirs.seq_lengths
+    for here, there in zip(mine.as_tuple(), theirs.as_tuple(), strict=True):
+        if isinstance(there, torch.Tensor):
+            assert here.dtype == there.dtype
+            assert torch.equal(here, there)
 
 
 def test_mask_drawn_by_hand() -> None:

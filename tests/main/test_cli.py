@@ -7,8 +7,8 @@ import os
 import shutil
 
 import pytest
-from conftest import Place
 from mounts import tmpfs
+from places import Place
 from processes import Ended, Template
 from workloads import plan
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Cold, Place, S3Server
+from places import Cold, Place, S3Server
 from processes import Template
 from torch import nn
 from training import Trained, inputs_of, model_of, train, warm_and_train
@@ -80,7 +80,7 @@ def test_the_same_round_trip_over_s3(
 
 def _twice_through_memory(folder: Path) -> list[Report]:
     found = []
-    for name in ("one", "two"):
+    for name in ("root", "other"):
         torch.compiler.reset()
         warm = ensure_warm(
             Product(), [rows(2)], store="memory://tests", root=folder / name, strict=True
@@ -89,9 +89,9 @@ def _twice_through_memory(folder: Path) -> list[Report]:
     return found
 
 
-def test_a_store_in_memory(fresh: Template, tmp_path: Path) -> None:
+def test_a_store_in_memory(fresh: Template, seeded: Place) -> None:
     """``memory://`` serves a second root of the same process."""
-    first, second = fresh.call(_twice_through_memory, tmp_path)
+    first, second = fresh.call(_twice_through_memory, seeded.folder)
     assert first.count("compiled") == 2
     assert second.count("restored") == 2
     assert second.compiles == 0
@@ -139,13 +139,13 @@ def _conv(folder: Path) -> tuple[Report, bool]:
 
 
 @pytest.mark.slow
-def test_a_convolutional_net_with_batch_norm(fresh: Template, tmp_path: Path) -> None:
+def test_a_convolutional_net_with_batch_norm(fresh: Template, seeded: Place) -> None:
     """Running statistics are untouched by the warm-up, and the second process compiles nothing."""
-    first, kept = fresh.call(_conv, tmp_path)
+    first, kept = fresh.call(_conv, seeded.folder)
     assert kept
     assert first.compiles == 2
-    shutil.rmtree(tmp_path / "root")
-    second, kept = fresh.call(_conv, tmp_path)
+    shutil.rmtree(seeded.folder / "root")
+    second, kept = fresh.call(_conv, seeded.folder)
     assert kept
     assert second.count("restored") == 2
     assert second.compiles == 0
@@ -164,9 +164,9 @@ def _replicas(folder: Path) -> tuple[Report, int]:
     return warm.report, torch_names.counts().since(before).frames
 
 
-def test_several_replicas_on_one_device(fresh: Template, tmp_path: Path) -> None:
+def test_several_replicas_on_one_device(fresh: Template, seeded: Place) -> None:
     """Each instance is primed: neither compiles when it trains."""
-    report, later = fresh.call(_replicas, tmp_path)
+    report, later = fresh.call(_replicas, seeded.folder)
     assert report.warm
     assert later == 0
 
@@ -190,9 +190,9 @@ def _compiled_already(folder: Path, way: str) -> tuple[Report, int, int]:
 
 
 @pytest.mark.parametrize("way", ["in place", "wrapped"])
-def test_modules_that_are_compiled_already(fresh: Template, tmp_path: Path, way: str) -> None:
+def test_modules_that_are_compiled_already(fresh: Template, seeded: Place, way: str) -> None:
     """``module.compile()`` and ``torch.compile(module)`` are used as they are, and share artifacts."""
-    report, frames, misses = fresh.call(_compiled_already, tmp_path, way)
+    report, frames, misses = fresh.call(_compiled_already, seeded.folder, way)
     assert report.count("compiled") == 4
     assert (frames, misses) == (0, 0)
 
@@ -266,17 +266,17 @@ def test_parameters_that_take_no_gradient(fresh: Template, tmp_path: Path, kind:
 
 
 @pytest.mark.slow
-def test_a_drafter(fresh: Template, place: Place) -> None:
+def test_a_drafter(fresh: Template, seeded: Place) -> None:
     """The tiny DFlash by its name: compiled by a command, lost, restored, proven by another."""
     from dflash_model.workload import tiny
 
     specs = tiny.specs([128], batch_sizes=[1], phases=["train"])
-    place.write(plan_of(specs, workload="dflash_model.workload:tiny"))
-    first = fresh.command("warm", *place.words, "--strict", "--json")
+    seeded.write(plan_of(specs, workload="dflash_model.workload:tiny"))
+    first = fresh.command("warm", *seeded.words, "--strict", "--json")
     assert first.code == 0, first.err
     assert {row["status"] for row in first.json["targets"]} == {"compiled"}
-    shutil.rmtree(place.root)
-    second = fresh.command("warm", *place.words, "--strict", "--json")
+    shutil.rmtree(seeded.root)
+    second = fresh.command("warm", *seeded.words, "--strict", "--json")
     assert second.code == 0, second.err
     assert {row["status"] for row in second.json["targets"]} == {"restored"}
     assert all(row["evidence"]["launches"] == 0 for row in second.json["targets"])

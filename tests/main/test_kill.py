@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Cold, Place
+from places import Cold, Place
 from processes import Running, Template
 from workloads import plan
 
@@ -42,15 +42,6 @@ def assert_whole(place: Place, scratch: Path) -> None:
         assert check_files(scratch, record.files) == (), record.key
 
 
-def seed(cold: Cold, place: Place) -> None:
-    """The libraries by which torch asks what the CPU can: made once, the same for every model."""
-    for path in cold.place.root.glob("??/*.so"):
-        if not path.name.endswith(".main.so"):
-            copy = place.root / path.relative_to(cold.place.root)
-            copy.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            shutil.copyfile(path, copy)
-
-
 def until_said(process: Running, word: str) -> None:
     """Waits until the process has written a word to standard error, or has ended."""
     while process.running and word not in process.err:
@@ -61,7 +52,7 @@ def test_killed_at_any_moment(fresh: Template, cold: Cold, place: Place, tmp_pat
     """SIGKILL of a warm-up, or of all its processes, a dozen times; then one that goes on."""
     chance = random.Random(7)
     place.write(plan("product", list(range(2, 16))))
-    seed(cold, place)
+    cold.seed(place.root)
     for number in range(KILLS):
         process = fresh.begin("warm", *place.words)
         until_said(process, "targets")
@@ -74,7 +65,7 @@ def test_killed_at_any_moment(fresh: Template, cold: Cold, place: Place, tmp_pat
         assert_whole(place, tmp_path / "scratch")
         if number % 4 == 3:
             shutil.rmtree(place.root)
-            seed(cold, place)
+            cold.seed(place.root)
     known = {record.key for record in store_records(place.store)}
     last = fresh.command("warm", *place.words, "--json")
     assert last.code == 0, last.err
@@ -88,7 +79,7 @@ def test_killed_at_any_moment(fresh: Template, cold: Cold, place: Place, tmp_pat
 def test_terminated(fresh: Template, cold: Cold, place: Place) -> None:
     """SIGTERM: one line, exit code 143, the lock is free, finished targets are kept."""
     place.write(plan("product", list(range(2, 40))))
-    seed(cold, place)
+    cold.seed(place.root)
     process = fresh.begin("warm", *place.words)
     until_said(process, "] compiled")
     process.kill(signal.SIGTERM)
@@ -152,7 +143,7 @@ def test_what_no_linker_finished(tmp_path: Path, data: bytes) -> None:
 def test_starts_at_once_compile_each_target_once(fresh: Template, cold: Cold, place: Place) -> None:
     """vllm#24601: three pods start on one directory; one compiles, the others wait and load."""
     place.write(plan("product", [2, 3, 4]))
-    seed(cold, place)
+    cold.seed(place.root)
     processes = [fresh.begin("warm", *place.words, "--json") for _ in range(3)]
     ended = [process.wait() for process in processes]
     assert [one.code for one in ended] == [0, 0, 0], ended[0].err

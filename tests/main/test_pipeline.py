@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Place
 from mounts import read_only
+from places import Cold, Place
 from processes import Template
 from training import warm_and_train
 from workloads import PassedBy, plan, rows
@@ -101,22 +101,22 @@ def _down_strict(place: Place) -> str:
     return str(caught.value)
 
 
-def test_a_store_that_is_down(fresh: Template, place: Place) -> None:
+def test_a_store_that_is_down(fresh: Template, seeded: Place) -> None:
     """Warning and cold compile; strict raises; the next run publishes what was compiled meanwhile."""
-    report = fresh.call(_down, place, strict=False)
+    report = fresh.call(_down, seeded, strict=False)
     assert report.count("compiled") == 1
     assert report.warm
     assert not report.targets[0].published
     assert any("s3://bucket/cache" in text for text in report.gave_up)
-    place.write(plan("product", [2]))
-    later = fresh.command(*warm(place))
+    seeded.write(plan("product", [2]))
+    later = fresh.command(*warm(seeded))
     assert (later.code, statuses(later)) == (0, ["local"]), later.err
-    assert [record.key for record in records_of(place.store)] == [report.targets[0].key]
+    assert [record.key for record in records_of(seeded.store)] == [report.targets[0].key]
     again = fresh.command(
-        "restore", *place.words[:-3], place.folder / "other", "--store", place.store
+        "restore", *seeded.words[:-3], seeded.folder / "other", "--store", seeded.store
     )
     assert again.code == 0, again.err
-    assert "s3://bucket/cache" in fresh.call(_down_strict, Place(place.folder / "strict"))
+    assert "s3://bucket/cache" in fresh.call(_down_strict, Place(seeded.folder / "strict"))
 
 
 def _garbage(store: Path) -> None:
@@ -143,9 +143,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="session")
-def published(fresh: Template, tmp_path_factory: pytest.TempPathFactory) -> Place:
+def published(fresh: Template, cold: Cold, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A root and a store with two fast targets."""
     place = Place(tmp_path_factory.mktemp("published"))
+    cold.seed(place.root)
     place.write(plan("product", [2, 3]))
     assert fresh.command(*warm(place)).code == 0
     return place
@@ -186,17 +187,17 @@ def test_a_read_only_store(fresh: Template, small: Place) -> None:
     assert any("read-only" in text or "permitted" in text for text in ended.json["gave_up"])
 
 
-def test_one_failing_target_does_not_stop_the_others(fresh: Template, place: Place) -> None:
+def test_one_failing_target_does_not_stop_the_others(fresh: Template, seeded: Place) -> None:
     """jax#12582: a failing bucket killed the run; here it is one row of the report, and exit code 3."""
-    place.write(plan("fragile", [2, 3, 4]))
-    ended = fresh.command(*warm(place))
+    seeded.write(plan("fragile", [2, 3, 4]))
+    ended = fresh.command(*warm(seeded))
     assert ended.code == 3
     assert statuses(ended) == ["compiled", "failed", "compiled"]
     assert "[3,8]" in ended.json["targets"][1]["error"]
-    assert [record.key for record in records_of(place.store)] == sorted(
+    assert [record.key for record in records_of(seeded.store)] == sorted(
         row["key"] for row in ended.json["targets"] if row["status"] == "compiled"
     )
-    strict = fresh.command(*warm(place, "--strict"))
+    strict = fresh.command(*warm(seeded, "--strict"))
     assert strict.code == 1
     assert strict.err.splitlines()[-1].startswith("error: forward train x=[3,8] on cpu failed")
 
@@ -210,15 +211,15 @@ def _passed_by(folder: Path, strict: bool) -> Report | str:
         return f"{error.target}: {error}"
 
 
-def test_a_graph_that_torch_never_caches(fresh: Template, tmp_path: Path) -> None:
+def test_a_graph_that_torch_never_caches(fresh: Template, seeded: Place) -> None:
     """191106: bypass is a class of its own, on every start; strict fails naming the target."""
     for _ in range(2):
-        report = fresh.call(_passed_by, tmp_path, strict=False)
+        report = fresh.call(_passed_by, seeded.folder, strict=False)
         assert isinstance(report, Report)
         assert report.targets[0].evidence is not None
         assert report.targets[0].evidence.outcome == "bypass"
         assert "never cached" in report.gave_up[0]
-    refused = fresh.call(_passed_by, tmp_path, strict=True)
+    refused = fresh.call(_passed_by, seeded.folder, strict=True)
     assert isinstance(refused, str)
     assert "forward train x=[2,8] on cpu" in refused
 
@@ -267,12 +268,12 @@ def test_the_libraries_that_ask_the_cpu_travel_along(fresh: Template, place: Pla
     assert second.compiles == 0
 
 
-def test_a_forward_only_cache_is_no_cache_for_training(fresh: Template, place: Place) -> None:
+def test_a_forward_only_cache_is_no_cache_for_training(fresh: Template, seeded: Place) -> None:
     """141790: the cache was warm for evaluation, and every backward compiled again."""
-    place.write(plan("product", [2], ("eval",)))
-    assert fresh.command(*warm(place)).code == 0
-    place.write(plan("product", [2]))
-    proven = fresh.command("verify", *place.words[:-2], "--json")
+    seeded.write(plan("product", [2], ("eval",)))
+    assert fresh.command(*warm(seeded)).code == 0
+    seeded.write(plan("product", [2]))
+    proven = fresh.command("verify", *seeded.words[:-2], "--json")
     assert proven.code == 3
     assert proven.json["targets"][0]["evidence"]["outcome"] == "miss"
 

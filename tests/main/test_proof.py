@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import Place
+from places import Place
 from processes import Template
 from workloads import plan
 
