@@ -46,7 +46,11 @@ class Bench:
         command = [sys.executable, str(HERE / "worker.py"), how, "--plan", str(self.plan)]
         command += ["--devices", self.devices, "--root", str(place)]
         command += ["--store", str(self.folder / "store")]
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(place)}
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(place),
+            "TRITON_CACHE_DIR": str(place / "triton"),
+        }
         ended = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, text=True, env=environment
         )

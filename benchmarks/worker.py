@@ -7,9 +7,7 @@ twice each, on whatever TORCHINDUCTOR_CACHE_DIR holds. Prints one JSON object la
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
-import os
 import time
 from collections.abc import Mapping
 
@@ -23,8 +21,6 @@ from compilecache.torch_names import Limits, counts, raise_limits, takes_recompi
 from compilecache.workload import Workload, workload_of_plan
 
 ENTRIES = 64
-STUCK_SECONDS = float(os.environ.get("BENCH_STUCK_SECONDS", "600"))
-"""After so long every thread says where it stands."""
 
 
 def main() -> None:
@@ -36,7 +32,6 @@ def main() -> None:
     parser.add_argument("--store", default="")
     parser.add_argument("--root", required=True)
     arguments = parser.parse_args()
-    faulthandler.dump_traceback_later(STUCK_SECONDS, repeat=True)
     plan = ShapePlan.load(arguments.plan)
     workload = workload_of_plan(plan)
     models = {name: workload.build(torch.device(name)) for name in arguments.devices.split(",")}
@@ -58,7 +53,6 @@ def main() -> None:
     result["seconds"] = time.perf_counter() - began
     result["counts"] = {"hits": counts().hits, "misses": counts().misses}
     result["steps"] = checked_steps(workload, plan, models)
-    faulthandler.cancel_dump_traceback_later()
     print(json.dumps(result))
 
 

@@ -153,8 +153,15 @@ class CacheDir:
             ) from error
 
     def use(self) -> None:
-        """Makes torch in this process, and its children, keep its cache here."""
+        """Makes torch in this process, and its children, keep its cache here.
+
+        Triton's part too, in one folder for all devices, unless the user has put it elsewhere: left
+        alone it lands wherever the first kernel of the process happens to send it.
+        """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.root)
+        current = os.environ.get("TRITON_CACHE_DIR")
+        if current is None or any((folder / OWN).is_dir() for folder in Path(current).parents[:2]):
+            os.environ["TRITON_CACHE_DIR"] = str(self.root / "triton")
 
     # -- who writes it ----------------------------------------------------------------------
 

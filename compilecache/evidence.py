@@ -28,6 +28,8 @@ class Evidence(BaseModel):
     """Graphs that torch declined to look up."""
     launches: int = Field(ge=0)
     """Compiler processes started (g++, ptxas, nvcc, …) that produced code."""
+    launched: tuple[str, ...] = ()
+    """The first of their command lines, without folders."""
     foreign_files: tuple[str, ...] = ()
     """Files that appeared below the cache root and are neither from the bundle nor re-emitted from it."""
     seconds: float = Field(ge=0)

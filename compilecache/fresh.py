@@ -28,13 +28,16 @@ def run(request: Request) -> Result:
     workload = workload_of_plan(request.plan)
     cache = CacheDir(request.root)
     cache.prepare()
+    cache.use()
     engine = TraceEngine(workload, cache, request.plan.compile_options)
     marks: list[Fingerprint] = []
 
     def replicas() -> Iterator[Replica]:
         for replica in build_replicas(workload, request.devices):
             device = torch.device(replica.device)
-            marks.append(fingerprint(workload, replica.module, device, options=request.plan.compile_options))
+            marks.append(
+                fingerprint(workload, replica.module, device, options=request.plan.compile_options)
+            )
             yield replica
 
     always: Callable[[CompileTarget], bool] = lambda _: True  # noqa: E731

@@ -306,7 +306,8 @@ class _Warming:
 
 def _why(run: Run) -> str:
     seen = run.evidence
+    launched = f": {'; '.join(seen.launched)}" if seen.launched else ""
     return (
-        f"{seen.misses} misses, {seen.bypasses} bypasses, {seen.launches} compiler launches, "
-        f"{len(seen.foreign_files)} new files"
+        f"{seen.misses} misses, {seen.bypasses} bypasses, {len(seen.foreign_files)} new files, "
+        f"{seen.launches} compiler launches{launched}"
     )

@@ -16,8 +16,15 @@ from pathlib import Path
 COMPILERS = ("g++", "gcc", "cc", "c++", "clang", "clang++", "icpx", "nvcc", "ptxas", "hipcc", "ld")
 """Programs that produce code; Triton's own LLVM step always ends in one of them."""
 
-ASKING = ("--version", "-V", "-E", "-dumpversion", "-dumpfullversion", "-dumpmachine")
-"""Arguments of calls that only ask a compiler something, or only preprocess."""
+ASKING = (
+    *("--version", "-V", "-dumpversion", "-dumpfullversion", "-dumpmachine"),
+    "-E",  # only preprocesses
+    *("-Wl,-t", "-t"),  # ctypes.util.find_library asks where a library lies
+)
+"""Arguments of calls that only ask a compiler something."""
+
+SHOWN_LETTERS = 300
+"""Of a command line that is remembered."""
 
 VERBOSE = "-v"
 """Asks for the version when it stands alone; Triton's every ptxas call has it too."""
@@ -30,7 +37,7 @@ class Sighting:
     root: str
     """The cache root whose files are of interest."""
     launches: list[str] = field(default_factory=list)
-    """Command lines of compilers that were started."""
+    """Command lines of compilers that were started, without folders."""
     used: set[str] = field(default_factory=set)
     """Files below the root that were opened or loaded, relative to it."""
 
@@ -67,8 +74,9 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
     if event == "subprocess.Popen":
         command = _words(args[1])
         if is_compile(command):
+            shown = " ".join(word.rpartition("/")[2] for word in command)[:SHOWN_LETTERS]
             for sighting in tuple(_watching):
-                sighting.launches.append(" ".join(command)[:2000])
+                sighting.launches.append(shown)
     elif event in ("open", "ctypes.dlopen"):
         _used(args[0])
     elif event == "import" and len(args) > 1:

@@ -58,7 +58,9 @@ def _fingerprints(store: ArtifactStore, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, title=f"{_count(len(rows), 'fingerprint')} in {store.url}", title_justify="left")
+    table = Table(
+        box=None, title=f"{_count(len(rows), 'fingerprint')} in {store.url}", title_justify="left"
+    )
     table.add_column("fingerprint", no_wrap=True, max_width=12)
     for column in ("targets", "MB", "age"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -95,7 +97,9 @@ def _targets(store: ArtifactStore, digest: str, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, title=f"{_count(len(entries), 'target')} of {digest}", title_justify="left")
+    table = Table(
+        box=None, title=f"{_count(len(entries), 'target')} of {digest}", title_justify="left"
+    )
     table.add_column("target", overflow="fold")
     for column in ("gen", "files", "MB", "age"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -28,6 +28,9 @@ from compilecache.workload import Workload
 SPARE_ENTRIES = 8
 """Entries beyond the plan, so that a shape somebody adds by hand still compiles."""
 
+COMMANDS_KEPT = 5
+"""Command lines of compilers that evidence quotes."""
+
 RUNS = 3
 """Two runs settle autotuning and gradient accumulation; a third only if the second compiled."""
 
@@ -184,15 +187,15 @@ class TraceEngine:
     ) -> Run:
         bundled = torch_names.bundles_triton()
         foreign = {path for path in after - before if travels(path, triton_bundled=bundled)}
-        touched = foreign | (seen.used & after)
-        self._common |= {path for path in touched if is_stub(path)}
-        needed = touched | libraries(seen.used, after) | self._common
+        stubs = {path for path in after if is_stub(path)}
+        needed = foreign | (seen.used & after) | libraries(seen.used, after) | stubs | self._common
         evidence = Evidence(
             outcome=_outcome(counted, compiled=bool(seen.launches or foreign)),
             hits=counted.hits,
             misses=counted.misses,
             bypasses=counted.bypasses,
             launches=len(seen.launches),
+            launched=tuple(seen.launches[:COMMANDS_KEPT]),
             foreign_files=tuple(sorted(foreign)),
             seconds=seconds[0],
             again_seconds=seconds[-1],

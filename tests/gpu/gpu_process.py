@@ -29,7 +29,7 @@ def train(model: Drafter, device: str, lengths: list[int], losses: list[float]) 
         )
         loss = model(**batch)
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         model.zero_grad(set_to_none=True)
 
 
@@ -43,10 +43,10 @@ def main() -> None:
         for name in names
     ]
     before = [torch.cuda.get_rng_state(name).sum().item() for name in names]
-    weights = [float(m.fc.weight.double().sum()) for m in models]
+    weights = [m.fc.weight.detach().double().sum().item() for m in models]
     warm = ensure_warm(models, plan, store=store, root=root)
     unchanged = before == [torch.cuda.get_rng_state(name).sum().item() for name in names]
-    unchanged &= weights == [float(m.fc.weight.double().sum()) for m in models]
+    unchanged &= weights == [m.fc.weight.detach().double().sum().item() for m in models]
     unchanged &= all(p.grad is None for m in models for p in m.parameters())
     losses: list[list[float]] = [[] for _ in names]
     errors: list[str] = []

@@ -70,7 +70,7 @@ def test_warm(fresh: Template, warmed: Place) -> None:
     assert set(row["evidence"]) == EVIDENCE
     lines = ended.err.splitlines()
     assert lines[0] == "3 targets"
-    assert f"[1/3] restoring from {warmed.store}" in lines
+    assert f"restoring from {warmed.store}" in lines
     assert "[1/3] priming forward train x=[2,8] on cpu" in lines
     assert any(line.startswith("[3/3] restored forward eval x=[2,8] on cpu (hit") for line in lines)
     assert "\x1b" not in ended.err
@@ -87,7 +87,7 @@ def test_restore_and_publish(fresh: Template, warmed: Place) -> None:
     """Restored, then found; published, then there already; what is missing is named, exit code 3."""
     shutil.rmtree(warmed.root)
     told = fresh.command("restore", *warmed.words, "--json").json
-    assert set(told) == {
+    assert set(told) >= {
         "fingerprint", "targets", "local", "restored", "files", "bytes", "seconds", "missing",
         "faults",
     }  # fmt: skip
@@ -109,7 +109,7 @@ def test_restore_and_publish(fresh: Template, warmed: Place) -> None:
 def test_ls_and_fingerprint(fresh: Template, warmed: Place) -> None:
     """A store by fingerprint, one fingerprint by target; the first digits are enough."""
     mark = fresh.command("fingerprint", warmed.plan_file, "--device", "cpu", "--json").json
-    assert set(mark) == {"digest", "components"}
+    assert set(mark) >= {"digest", "components"}
     all_marks = fresh.command("ls", "--store", warmed.store, "--json").json
     assert [row["fingerprint"] for row in all_marks["fingerprints"]] == [mark["digest"]]
     assert all_marks["fingerprints"][0]["targets"] == 3
