@@ -13,6 +13,7 @@ from compilecache.cachedir import TRANSIENT, CacheDir
 from compilecache.errors import PlanError
 from compilecache.exchange import Exchange
 from compilecache.fingerprint import Fingerprint, environment
+from compilecache.kernels import is_group
 from compilecache.proof import Request, Result, copy_of, run_fresh
 from compilecache.shapes import ShapePlan
 from compilecache.store import ArtifactStore
@@ -66,7 +67,8 @@ def adopt_plan(
 
 def cache_files(folder: Path) -> list[str]:
     """The files of a cache directory that are worth keeping: all but locks and unfinished ones."""
-    files = sorted(path for path in CacheDir(folder).files() if not TRANSIENT.search(path))
+    present = sorted(CacheDir(folder).files())
+    files = [path for path in present if not (TRANSIENT.search(path) or is_group(path))]
     if not files:
         raise PlanError(
             f"'{folder}' holds no compile cache",

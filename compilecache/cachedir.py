@@ -28,6 +28,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from compilecache.artifact import FileEntry, Record, check_files
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
 from compilecache.files import replacing
+from compilecache.kernels import FOLDER, is_group, is_stub, kernel_folder, regroup
 
 OWN = ".compilecache"
 NETWORK = (
@@ -161,7 +162,7 @@ class CacheDir:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.root)
         current = os.environ.get("TRITON_CACHE_DIR")
         if current is None or any((folder / OWN).is_dir() for folder in Path(current).parents[:2]):
-            os.environ["TRITON_CACHE_DIR"] = str(self.root / "triton")
+            os.environ["TRITON_CACHE_DIR"] = str(self.root / FOLDER)
 
     # -- who writes it ----------------------------------------------------------------------
 
@@ -310,6 +311,7 @@ class CacheDir:
         with self._explaining():
             for entry in sorted(entries, key=lambda e: (e.path.startswith(ENTRIES_LAST), e.path)):
                 count += _put(staged / entry.path, self.root / entry.path)
+            regroup(self.root, [entry.path for entry in entries])
         return count
 
     def refuse_conflicts(self, entries: Collection[FileEntry]) -> None:
@@ -379,21 +381,17 @@ def filesystem(path: Path) -> str:
     return kind
 
 
-def travels(path: str, *, triton_bundled: bool) -> bool:
+def travels(path: str, kernels: Collection[str] = ()) -> bool:
     """Whether a cache file must be in a pack for a start on another machine to compile nothing.
 
-    Generated sources and, where torch bundles them, Triton's kernels come out of the FX-graph
-    entries again: 6 files of 801 were enough for a drafter on an H200. The libraries that Triton
-    builds with gcc (its driver stub) are in no entry and travel.
+    Generated sources come out of the FX-graph entries again, and so do Triton's kernels but for
+    those in the folders ``kernels``: 6 files of 801 were enough for a drafter on an H200.
     """
-    if TRANSIENT.search(path) or REMADE.match(path):
+    if TRANSIENT.search(path) or REMADE.match(path) or is_group(path):
         return False
-    return not (triton_bundled and path.startswith("triton/")) or is_stub(path)
-
-
-def is_stub(path: str) -> bool:
-    """Whether a file is a library that Triton built to reach the driver, loaded once a process."""
-    return path.startswith("triton/") and path.endswith(".so")
+    if not path.startswith(f"{FOLDER}/"):
+        return True
+    return is_stub(path) or kernel_folder(path) in kernels
 
 
 def libraries(used: Collection[str], present: Collection[str]) -> set[str]:

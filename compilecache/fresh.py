@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from compilecache.cachedir import CacheDir
+from compilecache.cachedir import TRANSIENT, CacheDir
 from compilecache.engines.trace import Replica, Run, TraceEngine
 from compilecache.errors import CompileCacheError, CompileFailed
 from compilecache.fingerprint import Fingerprint, fingerprint
+from compilecache.kernels import is_group
 from compilecache.pipeline import walk
-from compilecache.proof import Request, Result, Row
+from compilecache.proof import Request, Result, Row, link_files
 from compilecache.replicas import build_replicas
 from compilecache.shapes import CompileTarget
 from compilecache.workload import workload_of_plan
@@ -29,21 +30,35 @@ def run(request: Request) -> Result:
     cache = CacheDir(request.root)
     cache.prepare()
     cache.use()
-    engine = TraceEngine(workload, cache, request.plan.compile_options)
+    options = request.plan.compile_options
+    engine = TraceEngine(workload, cache, options)
+    targets = request.plan.targets(request.devices)
     marks: list[Fingerprint] = []
 
     def replicas() -> Iterator[Replica]:
         for replica in build_replicas(workload, request.devices):
-            device = torch.device(replica.device)
-            marks.append(
-                fingerprint(workload, replica.module, device, options=request.plan.compile_options)
-            )
+            if not marks:
+                device = torch.device(replica.device)
+                marks.append(fingerprint(workload, replica.module, device, options=options))
+                _fill(request, cache, marks[0], {target.key for target in targets})
             yield replica
 
     always: Callable[[CompileTarget], bool] = lambda _: True  # noqa: E731
-    targets = request.plan.targets(request.devices)
     rows = [_row(*pair) for pair in walk(engine, replicas(), targets, always)]
     return Result(fingerprint=marks[0].dump(), rows=tuple(rows))
+
+
+def _fill(request: Request, cache: CacheDir, mark: Fingerprint, keys: set[str]) -> None:
+    """Copies what records say a restore would bring; everything, where they do not say."""
+    if request.source is None:
+        return
+    source = CacheDir(request.source)
+    records = source.records(mark.digest)
+    if keys <= records.keys():
+        paths = {entry.path for key in keys for entry in records[key].files}
+    else:
+        paths = {path for path in source.files() if not TRANSIENT.search(path)}
+    link_files(source.root, cache.root, sorted(path for path in paths if not is_group(path)))
 
 
 def _row(target: CompileTarget, run: Run | CompileFailed) -> Row:

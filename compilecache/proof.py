@@ -1,7 +1,7 @@
 """Proof that a cache is warm: every target run in a fresh process that sees a copy of it.
 
-The copy holds what a restore elsewhere would bring and nothing else; the cache itself is not
-touched. Importing this module does not import torch.
+The copy holds what a restore elsewhere would bring and nothing else, where records say what that
+is; the cache itself is not touched. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from compilecache.cachedir import OWN, CacheDir, travels
+from compilecache.cachedir import OWN
 from compilecache.errors import CompileFailed, PlanError, UnsafePath
 from compilecache.evidence import Evidence
 from compilecache.fingerprint import Fingerprint
+from compilecache.kernels import regroup
 from compilecache.shapes import CompileTarget, ShapePlan
 
 
@@ -30,6 +31,9 @@ class Request(BaseModel):
     plan: ShapePlan
     devices: list[str]
     root: str
+    """Its cache root."""
+    source: str | None = None
+    """A root to fill that one from: with what a restore would bring, or else with everything."""
 
 
 class Row(BaseModel):
@@ -90,10 +94,8 @@ def prove(
     Raises CompileFailed when that process dies or outlives ``timeout`` seconds, PlanError for what
     it says of the plan, the workload or the devices.
     """
-    everything = CacheDir(root).files()
-    needed = [path for path in everything if travels(path, triton_bundled=True)]
-    with copy_of(root, needed) as copy:
-        request = Request(plan=plan, devices=list(devices), root=str(copy))
+    with copy_of(root, ()) as copy:
+        request = Request(plan=plan, devices=list(devices), root=str(copy), source=str(root))
         return run_fresh(request, timeout)
 
 
@@ -102,12 +104,29 @@ def copy_of(source: Path, paths: Iterable[str]) -> Iterator[Path]:
     """A folder with hard links (copies, across file systems) of these files; gone afterwards."""
     near = source / OWN
     parent = near if os.access(near, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=parent, prefix="proof-") as folder:
-        for path in paths:
-            place = Path(folder, path)
-            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _link(source / path, place)
+    if parent is not None:
+        _sweep(parent)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f"proof-{os.getpid()}-") as folder:
+        link_files(source, Path(folder), paths)
         yield Path(folder)
+
+
+def _sweep(parent: Path) -> None:
+    """Removes what proofs left that were killed."""
+    for left in parent.glob("proof-*"):
+        pid = left.name.split("-")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def link_files(source: Path, copy: Path, paths: Iterable[str]) -> None:
+    """Puts those of the files that exist into the copy. Raises UnsafePath for a link."""
+    chosen = [path for path in paths if os.path.lexists(source / path)]
+    for path in chosen:
+        place = copy / path
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _link(source / path, place)
+    regroup(copy, chosen)
 
 
 def _link(source: Path, place: Path) -> None:

@@ -17,9 +17,10 @@ from pydantic import JsonValue
 from torch import nn
 
 from compilecache import torch_names
-from compilecache.cachedir import CacheDir, is_stub, libraries, travels
+from compilecache.cachedir import CacheDir, libraries, travels
 from compilecache.errors import CompileFailed, PlanError, RecompileBudgetExceeded
 from compilecache.evidence import Evidence, Outcome
+from compilecache.kernels import FOLDER, is_stub, kernel_folder, looked_up
 from compilecache.preserve import preserving
 from compilecache.shapes import CompileTarget, InputSpec
 from compilecache.watch import Sighting, watching
@@ -185,10 +186,14 @@ class TraceEngine:
         after: set[str],
         peak: int | None,
     ) -> Run:
-        bundled = torch_names.bundles_triton()
-        foreign = {path for path in after - before if travels(path, triton_bundled=bundled)}
+        kernels = looked_up(seen.used)
+        if not torch_names.bundles_triton():
+            kernels |= {kernel_folder(path) for path in after if path.startswith(f"{FOLDER}/")}
+        foreign = {path for path in after - before if travels(path, kernels)}
         stubs = {path for path in after if is_stub(path)}
-        needed = foreign | (seen.used & after) | libraries(seen.used, after) | stubs | self._common
+        kept = {path for path in after if kernel_folder(path) in kernels}
+        used = (seen.used & after) | libraries(seen.used, after)
+        needed = foreign | used | kept | stubs | self._common
         evidence = Evidence(
             outcome=_outcome(counted, compiled=bool(seen.launches or foreign)),
             hits=counted.hits,
@@ -201,7 +206,7 @@ class TraceEngine:
             again_seconds=seconds[-1],
             peak_bytes=peak,
         )
-        files = frozenset(path for path in needed if travels(path, triton_bundled=bundled))
+        files = frozenset(path for path in needed if travels(path, kernels))
         return Run(evidence, files if evidence.outcome != "live" else frozenset())
 
 

@@ -333,8 +333,8 @@ def test_records_and_what_is_not_published_yet(cache: CacheDir) -> None:
 def test_unfinished_files_never_travel(path: str) -> None:
     """172144: temporary files and locks were packed."""
     assert TRANSIENT.search(path)
-    assert not travels(path, triton_bundled=True)
-    assert not travels(path, triton_bundled=False)
+    assert not travels(path)
+    assert not travels(path, {"triton/0/HASH"})
 
 
 @pytest.mark.parametrize(
@@ -349,23 +349,23 @@ def test_unfinished_files_never_travel(path: str) -> None:
 )
 def test_finished_files_travel(path: str) -> None:
     """Also those whose hash happens to begin like a temporary name."""
-    assert travels(path, triton_bundled=True)
+    assert travels(path)
 
 
 def test_what_entries_write_out_again_stays_home() -> None:
     """Generated sources; and Triton's files where torch bundles them."""
     assert REMADE.match("ab/cabc.py")
-    assert not travels("ab/cabc.cpp", triton_bundled=True)
-    assert not travels("triton/0/HASH/kernel.cubin", triton_bundled=True)
-    assert travels("triton/0/HASH/kernel.cubin", triton_bundled=False)
+    assert not travels("ab/cabc.cpp")
+    assert not travels("triton/0/HASH/kernel.cubin")
+    assert not travels("triton/0/HASH/kernel.cubin", {"triton/0/OTHER"})
 
 
 @given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz234567", min_size=51, max_size=52))
 def test_no_content_hash_looks_unfinished(digest: str) -> None:
     """torch names entries by 52 base-32 letters, prefixed or not: none may be taken for a temp file."""
     for path in (f"fxgraph/{digest[1:3]}/f{digest}/{digest}", f"aotautograd/a{digest}/{digest}"):
-        assert travels(path, triton_bundled=True)
-    assert travels(f"{digest[1:3]}/c{digest}.so", triton_bundled=True)
+        assert travels(path)
+    assert travels(f"{digest[1:3]}/c{digest}.so")
 
 
 def test_libraries_are_found_by_their_locks() -> None:
