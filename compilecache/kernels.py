@@ -62,11 +62,11 @@ def _write_group(metadata: Path) -> None:
         file.write(json.dumps({"child_paths": own}).encode())
 
 
-def _names_its_own(group: Path) -> bool:
+def _names_its_own(group: Path, metadata: str) -> bool:
     try:
-        children = json.loads(group.read_bytes())["child_paths"].values()
-        return all(
-            Path(child).parent == group.parent and Path(child).exists() for child in children
-        )
+        children = json.loads(group.read_bytes())["child_paths"]
+        paths = [Path(child) for child in children.values()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
+    whole = all(path.parent == group.parent and path.exists() for path in paths)
+    return whole and metadata in children

@@ -197,7 +197,7 @@ class _Warming:
         seen = run.evidence
         problem = ""
         if seen.outcome == "bypass":
-            problem = f"{target} is never cached by torch: it compiles again on every start"
+            problem = f"{target} is not wholly cached by torch: part of it compiles on every start"
         elif complete and not seen.compiled_nothing:
             problem = f"{target} was complete in the cache and compiled all the same ({_why(run)})"
         if problem and self._job.strict:
@@ -208,6 +208,12 @@ class _Warming:
             )
         if problem:
             self._trouble(problem)
+        elif seen.outcome == "live" and not complete and self._saves:
+            self._trouble(f"{target} was compiled in this process before; nothing of it was saved")
+
+    @property
+    def _saves(self) -> bool:
+        return self._job.options.get("backend", "inductor") == "inductor"
 
     def _announce(self, phase: str, target: CompileTarget) -> None:
         self._progress.doing(phase, str(target))

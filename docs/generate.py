@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 
 from compilecache.cli import group
+from warmup.cli import group as warmup_group
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 80
@@ -53,11 +54,13 @@ def _part(match: re.Match[str]) -> str:
 
 
 def help_text(name: str) -> str:
-    """What ``compilecache NAME --help`` prints on 80 columns; without a name, of the group."""
-    parent = click.Context(group, info_name="compilecache", terminal_width=WIDTH)
+    """What ``compilecache NAME --help`` prints on 80 columns, for ``warmup.NAME`` that of warmup."""
+    program, _, name = name.rpartition(".")
+    commands = warmup_group if program == "warmup" else group
+    parent = click.Context(commands, info_name=program or "compilecache", terminal_width=WIDTH)
     if not name:
-        return group.get_help(parent)
-    command = group.get_command(parent, name)
+        return commands.get_help(parent)
+    command = commands.get_command(parent, name)
     if command is None:
         raise ValueError(f"there is no command '{name}'")
     context = click.Context(command, parent=parent, info_name=name, terminal_width=WIDTH)

@@ -172,9 +172,21 @@ class Template:
         """``compilecache …`` in a fresh process."""
         return self.begin(*words, **keywords).wait()
 
+    def warmup(self, *words: object) -> Ended:
+        """``warmup …`` in a fresh process."""
+        return self.start(warmup, [str(word) for word in words]).wait()
+
     def begin(self, *words: object, **keywords: object) -> Running:
         """``compilecache …``, started."""
         return self.start(command, [str(word) for word in words], **keywords)  # type: ignore[arg-type]
+
+
+def warmup(words: list[str]) -> None:
+    """The other command line."""
+    sys.argv = ["warmup", *words]
+    from warmup.cli import main
+
+    main()
 
 
 def command(words: list[str]) -> None:

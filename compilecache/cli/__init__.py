@@ -63,13 +63,18 @@ def group() -> None:
 
 
 def main() -> NoReturn:
-    """Entry point of ``compilecache``: one clear error, never a traceback."""
+    """Entry point of ``compilecache``."""
+    run_group(group)
+
+
+def run_group(commands: click.Group) -> NoReturn:
+    """Runs a command line: one clear error, never a traceback, and the documented exit codes."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # workloads are named relative to the folder one stands in
     signal.signal(signal.SIGTERM, _terminated)
     code: object = DONE
     try:
-        code = group.main(standalone_mode=False)
+        code = commands.main(standalone_mode=False)
     except CompileCacheError as error:
         _fail(str(error), exit_code(error), error)
     except click.ClickException as error:

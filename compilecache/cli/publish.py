@@ -66,27 +66,26 @@ def publish(
     assert plan_file is not None
     plan = common.load_plan(plan_file, workload, settings)
     cache = common.open_root(root)
-    from compilecache.exchange import Exchange
-    from compilecache.replicas import fingerprint_for
-    from compilecache.workload import workload_of_plan
+    from compilecache.jobs import publish_plan
 
-    targets = {target.key: target for target in plan.targets(places)}
-    mark = fingerprint_for(workload_of_plan(plan), places[0], plan.compile_options)
-    exchange = Exchange(cache, opened, mark, targets)
-    with cache.lock("publishing", timeout=lock_timeout):
-        for trouble in exchange.look():
-            click.echo(f"warning: {trouble}; not published", err=True)
-        sent = exchange.publish_complete(exchange.complete)
-    missing = [str(targets[key]) for key in sorted(exchange.missing)]
+    done = publish_plan(plan, places, cache, opened, _tell, lock_timeout=lock_timeout)
     if as_json:
-        common.print_json({"fingerprint": mark.digest, "published": sent, "missing": missing})
+        common.print_json(
+            {"fingerprint": done.fingerprint, "published": done.published, "missing": done.missing}
+        )
     else:
-        known = len(exchange.complete) - len(sent)
-        click.echo(f"{len(sent)} published, {known} there already, {len(missing)} not warm here")
-        for target in missing:
+        click.echo(
+            f"{len(done.published)} published, {done.known} there already, "
+            f"{len(done.missing)} not warm here"
+        )
+        for target in done.missing:
             click.echo(f"  not warm: {target}")
-    if missing:
+    if done.missing:
         raise SystemExit(NOT_WARM)
+
+
+def _tell(text: str) -> None:
+    click.echo(text, err=True)
 
 
 def _adopt(

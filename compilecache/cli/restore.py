@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from compilecache.cli import NOT_WARM, exit_code
+from compilecache.cli import DAMAGED, NOT_WARM
 from compilecache.cli import options as common
+
+if TYPE_CHECKING:
+    from compilecache.jobs import Restoration
 
 
 @click.command(epilog="Example: compilecache restore plan.yaml --store s3://bucket/cache")
@@ -42,54 +46,32 @@ def restore(
     cache = common.open_root(root, allow_network=allow_network_root)
     opened = common.open_store(store)
     places = common.choose_devices(devices)
-    import torch
+    from compilecache.jobs import restore_plan
 
-    from compilecache.exchange import Exchange
-    from compilecache.fingerprint import environment
-    from compilecache.replicas import fingerprint_for
-    from compilecache.workload import workload_of_plan
-
-    mark = fingerprint_for(workload_of_plan(plan), places[0], plan.compile_options)
-    targets = {target.key: target for target in plan.targets(places)}
-    exchange = Exchange(cache, opened, mark, targets)
-
-    def waiting(holder: str) -> None:
-        click.echo(f"waiting for {holder}", err=True)
-
-    with cache.lock("restoring", timeout=lock_timeout, waiting=waiting):
-        for trouble in exchange.look(repair=True):
-            click.echo(f"warning: {trouble}; moved aside", err=True)
-        local = len(exchange.complete)
-        done = exchange.restore()
-        adopted = exchange.adopt(environment(torch.device(places[0]))) if exchange.missing else 0
+    done = restore_plan(plan, places, cache, opened, _tell, lock_timeout=lock_timeout)
     for fault in done.faults:
-        click.echo(f"warning: {fault}", err=True)
-    missing = [str(targets[key]) for key in sorted(exchange.missing)]
-    summary = {
-        "fingerprint": mark.digest,
-        "targets": len(targets),
-        "local": local,
-        "restored": len(done.keys),
-        "files": done.files,
-        "bytes": done.bytes,
-        "seconds": done.seconds,
-        "adopted_files": adopted,
-        "missing": missing,
-        "faults": [str(fault) for fault in done.faults],
-    }
+        _tell(f"warning: {fault}")
     if as_json:
-        common.print_json(summary)
+        common.print_json(done.as_json())
     else:
+        _print(done)
+    if done.missing:
+        raise SystemExit(DAMAGED if done.damaged else NOT_WARM)
+
+
+def _tell(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _print(done: Restoration) -> None:
+    click.echo(
+        f"{done.targets} targets: {done.local} local, {done.restored} restored ({done.files} files, "
+        f"{done.bytes / 1e6:.1f} MB in {done.seconds:.1f} s), {len(done.missing)} missing"
+    )
+    for target in done.missing:
+        click.echo(f"  missing: {target}")
+    if done.adopted_files:
         click.echo(
-            f"{len(targets)} targets: {local} local, {len(done.keys)} restored ({done.files} files, "
-            f"{done.bytes / 1e6:.1f} MB in {done.seconds:.1f} s), {len(missing)} missing"
+            f"An adopted directory was restored whole ({done.adopted_files} files). "
+            "'compilecache verify' says which targets it serves."
         )
-        for target in missing:
-            click.echo(f"  missing: {target}")
-        if adopted:
-            click.echo(
-                f"An adopted directory was restored whole ({adopted} files). 'compilecache verify' "
-                "says which targets it serves."
-            )
-    if missing:
-        raise SystemExit(exit_code(done.faults[0]) if done.faults else NOT_WARM)

@@ -52,26 +52,20 @@ def warm(
     plan.targets(["cpu"], limit=limit)
     cache = common.open_root(root, allow_network=allow_network_root)
     opened = common.open_store(store)
-    from compilecache.pipeline import Job
-    from compilecache.pipeline import warm as run
-    from compilecache.replicas import build_replicas
-    from compilecache.workload import workload_of_plan
+    from compilecache.jobs import warm_plan
 
-    chosen = workload_of_plan(plan)
-    for spec in plan.specs:
-        chosen.check(spec)
     places = common.choose_devices(devices)
-    job = Job(
-        workload=chosen,
-        targets=plan.targets(places, limit=limit),
-        cache=cache,
-        store=opened,
-        options=plan.compile_options,
-        strict=strict,
-        lock_timeout=lock_timeout,
-    )
     with ExitStack() as stack:
-        report = run(job, build_replicas(chosen, places), common.show_progress(stack))
+        report = warm_plan(
+            plan,
+            places,
+            cache,
+            opened,
+            progress=common.show_progress(stack),
+            strict=strict,
+            limit=limit,
+            lock_timeout=lock_timeout,
+        )
     if as_json:
         common.print_json(report.model_dump(mode="json"))
     else:

@@ -29,6 +29,7 @@ from compilecache.fingerprint import ENV_IGNORED, ENV_PREFIXES, fingerprint
 from compilecache.report import Report, Status, TargetReport
 from compilecache.shapes import InputSpec, ShapePlan, TensorSpec
 from compilecache.workload import Workload
+from warmup.cli import group as warmup_group
 
 DOCS = ROOT / "docs"
 SOURCES = ("compilecache", "dflash_model", "benchmarks", "examples")
@@ -88,6 +89,16 @@ def test_every_command_and_option_is_in_commands_md(name: str) -> None:
     assert command is not None
     section = page("commands.md").partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     options = [text for p in command.params if isinstance(p, click.Option) for text in p.opts]
+    assert options
+    assert missing(options, section) == []
+
+
+@pytest.mark.parametrize("name", sorted(warmup_group.commands))
+def test_every_command_of_warmup_is_in_commands_md(name: str) -> None:
+    """Each has a section of its own that shows all its options."""
+    section = page("commands.md").partition(f"\n## warmup {name}\n")[2].partition("\n## ")[0]
+    params = warmup_group.commands[name].params
+    options = [text for p in params if isinstance(p, click.Option) for text in p.opts]
     assert options
     assert missing(options, section) == []
 

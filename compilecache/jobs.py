@@ -1,0 +1,157 @@
+"""What the commands do with a plan file and no trainer: warm it, restore it, publish it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from compilecache.cachedir import CacheDir
+from compilecache.exchange import Exchange
+from compilecache.fingerprint import environment
+from compilecache.pipeline import Job, warm
+from compilecache.progress import Progress
+from compilecache.replicas import build_replicas, fingerprint_for
+from compilecache.report import Report
+from compilecache.shapes import TARGET_LIMIT, ShapePlan
+from compilecache.store import ArtifactStore
+from compilecache.workload import workload_of_plan
+
+LOCK_TIMEOUT = 3600.0
+"""Seconds: above what the slowest target takes."""
+
+Teller = Callable[[str], None]
+"""Hears of trouble and of waiting, in words."""
+
+
+def warm_plan(
+    plan: ShapePlan,
+    devices: Sequence[str],
+    cache: CacheDir,
+    store: ArtifactStore | None,
+    *,
+    progress: Progress | None = None,
+    strict: bool = False,
+    limit: int = TARGET_LIMIT,
+    lock_timeout: float = LOCK_TIMEOUT,
+) -> Report:
+    """Makes every target of the plan warm with models built for it. Raises as ``pipeline.warm``."""
+    workload = workload_of_plan(plan)
+    for spec in plan.specs:
+        workload.check(spec)
+    job = Job(
+        workload=workload,
+        targets=plan.targets(devices, limit=limit),
+        cache=cache,
+        store=store,
+        options=plan.compile_options,
+        strict=strict,
+        lock_timeout=lock_timeout,
+    )
+    return warm(job, build_replicas(workload, devices), progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """What a restore brought."""
+
+    fingerprint: str
+    targets: int
+    """How many the plan has on these devices."""
+    local: int
+    """Complete in the root before."""
+    restored: int
+    """Complete now."""
+    files: int
+    bytes: int
+    seconds: float
+    adopted_files: int
+    """Files of an adopted directory, restored whole because something was missing."""
+    missing: tuple[str, ...]
+    """Targets that neither the root nor the store has."""
+    faults: tuple[str, ...]
+    """Records that were passed over, and why."""
+    damaged: bool = False
+    """Whether a fault is damage, not absence."""
+
+    def as_json(self) -> dict[str, object]:
+        """For programs."""
+        return asdict(self)
+
+
+def restore_plan(
+    plan: ShapePlan,
+    devices: Sequence[str],
+    cache: CacheDir,
+    store: ArtifactStore | None,
+    tell: Teller,
+    *,
+    lock_timeout: float = LOCK_TIMEOUT,
+) -> Restoration:
+    """Brings what the store has for the plan into the root. Raises LockTimeout, StoreUnavailable."""
+    mark = fingerprint_for(workload_of_plan(plan), devices[0], plan.compile_options)
+    targets = {target.key: target for target in plan.targets(devices)}
+    exchange = Exchange(cache, store, mark, targets)
+
+    def waiting(holder: str) -> None:
+        tell(f"waiting for {holder}")
+
+    with cache.lock("restoring", timeout=lock_timeout, waiting=waiting):
+        for trouble in exchange.look(repair=True):
+            tell(f"warning: {trouble}; moved aside")
+        local = len(exchange.complete)
+        done = exchange.restore()
+        lacking = bool(exchange.missing)
+        adopted = exchange.adopt(environment(torch.device(devices[0]))) if lacking else 0
+    return Restoration(
+        fingerprint=mark.digest,
+        targets=len(targets),
+        local=local,
+        restored=len(done.keys),
+        files=done.files,
+        bytes=done.bytes,
+        seconds=done.seconds,
+        adopted_files=adopted,
+        missing=tuple(str(targets[key]) for key in sorted(exchange.missing)),
+        faults=tuple(map(str, done.faults)),
+        damaged=bool(done.faults),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What was sent to the store."""
+
+    fingerprint: str
+    published: tuple[str, ...]
+    """Keys of targets that the store lacked."""
+    known: int
+    """Targets that it had."""
+    missing: tuple[str, ...]
+    """Targets that are not complete in the root."""
+
+
+def publish_plan(
+    plan: ShapePlan,
+    devices: Sequence[str],
+    cache: CacheDir,
+    store: ArtifactStore,
+    tell: Teller,
+    *,
+    lock_timeout: float = LOCK_TIMEOUT,
+) -> Publication:
+    """Publishes the plan's complete targets. Raises LockTimeout, StoreUnavailable."""
+    mark = fingerprint_for(workload_of_plan(plan), devices[0], plan.compile_options)
+    targets = {target.key: target for target in plan.targets(devices)}
+    exchange = Exchange(cache, store, mark, targets)
+    with cache.lock("publishing", timeout=lock_timeout):
+        for trouble in exchange.look():
+            tell(f"warning: {trouble}; not published")
+        sent = exchange.publish_complete(exchange.complete)
+    return Publication(
+        fingerprint=mark.digest,
+        published=tuple(sent),
+        known=len(exchange.complete) - len(sent),
+        missing=tuple(str(targets[key]) for key in sorted(exchange.missing)),
+    )

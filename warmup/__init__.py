@@ -1,0 +1,1 @@
+"""Warming without a trainer: a one-shot job for CI, and a pull for the start of a pod."""
