@@ -32,6 +32,7 @@ EVIDENCE = {
     "misses",
     "bypasses",
     "launches",
+    "launched",
     "foreign_files",
     "seconds",
     "again_seconds",
