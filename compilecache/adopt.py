@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from compilecache.artifact import ADOPTED
-from compilecache.cachedir import TRANSIENT, CacheDir
+from compilecache.cachedir import CacheDir
+from compilecache.contents import TRANSIENT
 from compilecache.errors import PlanError
 from compilecache.exchange import Exchange
 from compilecache.fingerprint import Fingerprint, environment

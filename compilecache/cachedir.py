@@ -12,7 +12,6 @@ import inspect
 import json
 import mmap
 import os
-import re
 import shutil
 import socket
 import stat
@@ -28,7 +27,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from compilecache.artifact import FileEntry, Record, check_files
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
 from compilecache.files import replacing
-from compilecache.kernels import FOLDER, is_group, is_stub, kernel_folder, regroup
+from compilecache.kernels import FOLDER, regroup
 
 OWN = ".compilecache"
 NETWORK = (
@@ -44,10 +43,6 @@ NETWORK = (
     "9p",
     "afs",
 )
-TRANSIENT = re.compile(r"(^|/)(locks/|tmp\.pid_|\.|tmp[a-z0-9_]{8}$)|\.lock$|\.tmp$")
-"""Lock files and files still being written: torch's ``.<pid>.<tid>.tmp``, Triton's ``tmp.pid_*``."""
-REMADE = re.compile(r"^[0-9a-z]{2}/[^/]+\.(py|cpp|h|hpp|i)$")
-"""Generated sources: every FX-graph entry carries its own and writes it out again."""
 ENTRIES_LAST = ("fxgraph/", "aotautograd/")
 """An index entry is put in place after the binaries it points to."""
 LEAST_FREE = 64 * 2**20
@@ -143,7 +138,7 @@ class CacheDir:
             yield
         except OSError as error:
             if error.errno not in (
-                errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT,
+                errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT,
                 errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO,
             ):  # fmt: skip
                 raise
@@ -379,30 +374,3 @@ def filesystem(path: Path) -> str:
         if len(mount) >= len(best) and (real + "/").startswith(mount.rstrip("/") + "/"):
             best, kind = mount, right.split()[0]
     return kind
-
-
-def travels(path: str, kernels: Collection[str] = ()) -> bool:
-    """Whether a cache file must be in a pack for a start on another machine to compile nothing.
-
-    Generated sources come out of the FX-graph entries again, and so do Triton's kernels but for
-    those in the folders ``kernels``: 6 files of 801 were enough for a drafter on an H200.
-    """
-    if TRANSIENT.search(path) or REMADE.match(path) or is_group(path):
-        return False
-    if not path.startswith(f"{FOLDER}/"):
-        return True
-    return is_stub(path) or kernel_folder(path) in kernels
-
-
-def libraries(used: Collection[str], present: Collection[str]) -> set[str]:
-    """The native libraries behind the lock files that were taken.
-
-    torch takes ``locks/<key>.lock`` whenever it builds or loads ``<2 letters>/<key>….so``, also
-    when Python has the library in memory already and opens nothing.
-    """
-    keys = {path[len("locks/") : -len(".lock")] for path in used if path.startswith("locks/")}
-    return {
-        path
-        for path in present
-        if path.endswith(".so") and path.rpartition("/")[2].partition(".")[0] in keys
-    }

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from compilecache.cachedir import TRANSIENT, CacheDir
+from compilecache.cachedir import CacheDir
+from compilecache.contents import TRANSIENT
 from compilecache.engines.trace import Replica, Run, TraceEngine
 from compilecache.errors import CompileCacheError, CompileFailed
 from compilecache.fingerprint import Fingerprint, fingerprint

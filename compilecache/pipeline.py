@@ -64,6 +64,7 @@ def warm(job: Job, replicas: Iterable[Replica], progress: Progress | None = None
     Raises PlanError, RecompileBudgetExceeded and LockTimeout; with ``strict`` also CompileFailed,
     UnexpectedCompile and every cache trouble.
     """
+    _refuse_mixed({target.device for target in job.targets})
     iterator = iter(replicas)
     first = next(iterator)
     mark = fingerprint(
@@ -100,6 +101,22 @@ def walk(
                 yield target, engine.run(target, replica.module, expect_warm=expect_warm)
             except CompileFailed as error:
                 yield target, error
+
+
+def _refuse_mixed(devices: set[str]) -> None:
+    """One fingerprint cannot stand for two kinds of device."""
+    kinds = {device: _kind(torch.device(device)) for device in sorted(devices)}
+    if len(set(kinds.values())) > 1:
+        named = ", ".join(f"{device} ({kind})" for device, kind in kinds.items())
+        raise PlanError(
+            f"these devices are not of one kind: {named}",
+            next_step="Warm each kind in a call of its own",
+            field="device",
+        )
+
+
+def _kind(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 class _Warming:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from compilecache.cachedir import OWN
-from compilecache.errors import CompileFailed, PlanError, UnsafePath
+from compilecache.cachedir import OWN, CacheDir
+from compilecache.errors import CompileFailed, PlanError, UnexpectedCompile, UnsafePath
 from compilecache.evidence import Evidence
 from compilecache.fingerprint import Fingerprint
 from compilecache.kernels import regroup
@@ -91,9 +91,15 @@ def prove(
 ) -> Result:
     """Runs every target of the plan in a new process on a copy of ``root``.
 
-    Raises CompileFailed when that process dies or outlives ``timeout`` seconds, PlanError for what
+    Raises UnexpectedCompile when the root is empty, CompileFailed when that process dies or outlives ``timeout`` seconds, PlanError for what
     it says of the plan, the workload or the devices.
     """
+    if not CacheDir(root).files():
+        raise UnexpectedCompile(
+            f"cache root '{root}' is empty: every target would be compiled",
+            next_step="Run 'compilecache restore' or 'compilecache warm' with this plan first",
+            target="all",
+        )
     with copy_of(root, ()) as copy:
         request = Request(plan=plan, devices=list(devices), root=str(copy), source=str(root))
         return run_fresh(request, timeout)

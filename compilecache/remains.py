@@ -10,7 +10,8 @@ import os
 import struct
 from pathlib import Path
 
-from compilecache.cachedir import REMADE, CacheDir
+from compilecache.cachedir import CacheDir
+from compilecache.contents import REMADE
 
 _ELF64_SECTIONS = struct.Struct("40xQ10xHH2x")
 """Of the header: where the section table starts, the size of an entry, how many there are."""

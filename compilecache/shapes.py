@@ -197,7 +197,8 @@ class ShapePlan(_Value):
         count = len(self.specs) * len(devices)
         if count > limit:
             raise PlanError(
-                f"{len(self.specs)} specs on {len(devices)} devices are {count} targets, above the limit of {limit}",
+                f"{len(self.specs)} specs times {len(devices)} devices make {count} targets, "
+                f"above the limit of {limit}",
                 next_step="Use fewer buckets ('compilecache plan --buckets K'), or raise --limit",
                 field="specs",
             )

@@ -166,10 +166,17 @@ def _call(
     factory: Callable[..., Workload], name: str, settings: Mapping[str, JsonValue]
 ) -> Workload:
     try:
-        return factory(**settings)
+        made = factory(**settings)
     except TypeError as error:
         raise PlanError(
             f"workload '{name}' refused its settings: {error}",
             next_step="Compare them with the factory's signature",
             field="settings",
         ) from error
+    if isinstance(made, type) or not all(hasattr(made, part) for part in ("make_inputs", "step")):
+        raise PlanError(
+            f"'{name}' gave a {type(made).__name__}, which is no workload",
+            next_step="Name a compilecache.Workload, or a function that returns one",
+            field="workload",
+        )
+    return made

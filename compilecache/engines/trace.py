@@ -17,7 +17,8 @@ from pydantic import JsonValue
 from torch import nn
 
 from compilecache import torch_names
-from compilecache.cachedir import CacheDir, libraries, travels
+from compilecache.cachedir import CacheDir
+from compilecache.contents import libraries, travels
 from compilecache.errors import CompileFailed, PlanError, RecompileBudgetExceeded
 from compilecache.evidence import Evidence, Outcome
 from compilecache.kernels import FOLDER, is_stub, kernel_folder, looked_up

@@ -22,14 +22,11 @@ from compilecache.artifact import FileEntry, Record, hash_files
 from compilecache.cachedir import (
     NETWORK,
     OWN,
-    REMADE,
-    TRANSIENT,
     CacheDir,
     default_root,
     filesystem,
-    libraries,
-    travels,
 )
+from compilecache.contents import REMADE, TRANSIENT, libraries, travels
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
 
 PACK = "0" * 64

@@ -146,7 +146,8 @@ def test_a_directory_that_is_no_cache(tmp_path: Path) -> None:
 
 
 def _prove(place: Place, name: str, timeout: float | None) -> str:
-    place.root.mkdir()
+    (place.root / "ab").mkdir(parents=True)
+    (place.root / "ab" / "file").touch()
     specs = plan("product", [2])
     try:
         prove(specs.model_copy(update={"workload": name}), ["cpu"], place.root, timeout=timeout)
@@ -158,7 +159,15 @@ def _prove(place: Place, name: str, timeout: float | None) -> str:
 def test_a_fresh_process_that_dies(fresh: Template, place: Place) -> None:
     """One error that says how it ended, and nothing is left in the root."""
     assert "ended with 7" in fresh.call(_prove, place, "dying:workload", None)
-    assert listing(place.root) == {}
+    assert list(listing(place.root)) == ["ab/file"]
+
+
+def test_an_empty_root_is_said_to_be_empty(fresh: Template, place: Place) -> None:
+    """At once, with exit code 3, instead of compiling everything to find out."""
+    place.write(plan("product", [2]))
+    ended = fresh.command("verify", place.plan_file, "--root", place.root, "--device", "cpu")
+    assert ended.code == 3
+    assert "is empty" in ended.err
 
 
 def test_a_fresh_process_that_hangs(fresh: Template, place: Place) -> None:
