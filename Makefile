@@ -29,6 +29,7 @@ lint: $(READY)
 bench: $(READY)  ## CPU benchmarks; results go to benchmarks/results/
 	$(BIN)/python benchmarks/restore.py
 	$(BIN)/python benchmarks/prime.py
+	$(BIN)/python benchmarks/startup.py
 
 gpu:  ## GPU tests and benchmarks, with the Python that holds a CUDA build of torch
 	$(PYTHON) benchmarks/gpu_check.py

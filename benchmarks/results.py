@@ -52,12 +52,12 @@ def report(bench: str, rows: Sequence[Row], *, as_json: bool, folder: Path = RES
 
 def table(rows: Sequence[Row]) -> str:
     """The figures in 80 columns."""
-    lines = [f"{'figure':<34}{'value':>12} {'unit':<16}{'against':<10}{'ratio':>7}"]
+    lines = [f"{'figure':<36}{'value':>10} {'unit':<14}{'against':<12}{'ratio':>7}"]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        against = (row.against or "")[:9]
+        against = (row.against or "")[:11]
         lines.append(
-            f"{row.figure[:33]:<34}{row.value:>12.4g} {row.unit[:15]:<16}{against:<10}{ratio:>7}"
+            f"{row.figure[:35]:<36}{row.value:>10.4g} {row.unit[:13]:<14}{against:<12}{ratio:>7}"
         )
     return "\n".join(lines) + "\n"
 
@@ -88,20 +88,23 @@ def slug(facts: dict[str, str | int | float | list[str] | None]) -> str:
 
 
 def commit() -> str | None:
-    """The commit measured; "+" after it when the tree had changes.
+    """The commit measured; "+" after it when the tree had changes other than results.
 
     Where the tree was copied without its history, BENCH_COMMIT says which it is.
     """
     if given := os.environ.get("BENCH_COMMIT"):
         return given
-    here = Path(__file__).parent
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return None
+    changes = _git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
+    return f"{head}+" if changes else head
+
+
+def _git(*words: str) -> str | None:
     try:
         run = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None

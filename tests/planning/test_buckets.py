@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import combinations, pairwise
 
 import pytest
@@ -73,12 +72,10 @@ def test_the_knee_is_furthest_below_the_chord(waste: list[int], knee: int) -> No
     assert knee_of(waste) == knee
 
 
-def test_a_thousand_candidates_take_seconds_at_most() -> None:
-    """Lengths up to 128 Ki tokens with the default step, 24 buckets, on a noisy machine."""
+def test_a_thousand_candidates_are_no_matter() -> None:
+    """Lengths up to 128 Ki tokens with the default step, 24 buckets: the cubic search would hang."""
     counts = {length: 1 + length % 7 for length in range(1, 131_073, 3)}
-    start = time.perf_counter()
     curve = waste_curve(counts, max_buckets=24)
-    assert time.perf_counter() - start < 10
     assert len(curve.plans) == 24
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -278,11 +277,9 @@ def test_signals_are_passed_on(script: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        start = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 3, errors
-    assert time.monotonic() - start < 30
     assert script.with_name("plan.yaml").is_file()
 
 
