@@ -6,12 +6,14 @@ A generated part of a page lies between two marks::
     …
     <!-- end -->
 
+``generated: figures RESULT:FIGURE,…;RESULT:…`` is a table of figures from ``benchmarks/results/``.
 ``python docs/generate.py`` writes every page anew; with ``--check`` it only says which are stale.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -43,14 +45,32 @@ def refreshed(text: str) -> str:
 
 def _part(match: re.Match[str]) -> str:
     kind, name = match["kind"], match["name"] or ""
+    first = match[0].partition("\n")[0]
+    if kind == "figures":
+        return f"{first}\n{figures(name)}\n<!-- end -->"
     if kind == "help":
         content, language = help_text(name), "text"
     elif kind == "file":
         content, language = (ROOT / name).read_text(encoding="utf-8"), "python"
     else:
         raise ValueError(f"nothing generates '{kind}'")
-    first = match[0].partition("\n")[0]
     return f"{first}\n```{language}\n{content.rstrip()}\n```\n<!-- end -->"
+
+
+def figures(name: str) -> str:
+    """A table of figures from one or more results, each linked: it names machine and commit."""
+    lines = ["| figure | value | against | ratio | result |", "|---|---|---|---|---|"]
+    for part in name.split(";"):
+        file, _, wanted = part.partition(":")
+        path = f"benchmarks/results/{file}.json"
+        result = json.loads((ROOT / path).read_text(encoding="utf-8"))
+        rows = {row["figure"]: row for row in result["rows"]}
+        for row in (rows[figure] for figure in wanted.split(",")):
+            ratio = "" if row["ratio"] is None else f"{row['ratio']:.3g}"
+            value = f"{row['value']:.4g} {row['unit']}"
+            cells = (f"`{row['figure']}`", value, row["against"] or "", ratio, f"[{file}]({path})")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def help_text(name: str) -> str:
