@@ -146,8 +146,9 @@ def specs_of_examples(
             phase=_phase(phase),
             dtype=_floating_dtype(module, arguments),
             example=_described(arguments),
+            positional=_positional(example),
         )
-        for arguments in (_named(example, module) for example in examples)
+        for example, arguments in ((one, _named(one, module)) for one in examples)
         for phase in phases
     ]
     return tuple(dict.fromkeys(specs))
@@ -161,7 +162,9 @@ def default_step(
     Phase train runs the backward too, where the loss requires a gradient.
     """
     loss: torch.Tensor | None = None
-    for output in _tensors(function(**inputs)):
+    named = dict(inputs)
+    by_position = [named.pop(name) for name in list(named)[: spec.positional]]
+    for output in _tensors(function(*by_position, **named)):
         if output.is_floating_point():
             part = output.float().sum()
             loss = part if loss is None else loss + part.to(loss.device)
@@ -182,6 +185,12 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
             yield from _tensors(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+def _positional(example: Example) -> int:
+    if isinstance(example, Mapping):
+        return 0
+    return len(example) if isinstance(example, tuple) else 1
 
 
 def _named(example: Example, module: nn.Module | None) -> dict[str, object]:

@@ -64,6 +64,7 @@ class _Call(BaseModel):
     dtype: str
     devices: tuple[str, ...]
     arguments: dict[str, Argument]
+    positional: int = 0
     opaque: dict[str, str]
     count: int
     spec: InputSpec | None = None
@@ -216,4 +217,5 @@ def _spec(call: _Call) -> InputSpec:
         phase=call.phase,
         dtype=call.dtype.removeprefix("torch."),
         example=call.arguments,
+        positional=call.positional,
     )

@@ -66,6 +66,8 @@ class InputSpec(_Value):
     """Named dimensions: sizes in elements (seq_len, batch, anchors, block) or kinds (mask)."""
     example: dict[str, Argument] | None = None
     """Arguments of a plain example, for modules without named dimensions."""
+    positional: NonNegativeInt = 0
+    """How many of them, from the first on, are passed by position: to torch that is another call."""
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -73,7 +75,8 @@ class InputSpec(_Value):
     @cached_property
     def digest(self) -> str:
         """10 hex digits over the content, stable across processes and machines."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        content = self.model_dump(mode="json", exclude_defaults=True)
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     def size(self, dim: str) -> int:

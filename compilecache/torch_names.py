@@ -7,9 +7,12 @@ empty. Nothing here compares version numbers.
 from __future__ import annotations
 
 import inspect
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -89,6 +92,18 @@ def cache_entries(code: CodeType) -> int:
     return len(_debug_get_cache_entry_list(code))
 
 
+def entries_of(module: nn.Module) -> int:
+    """The most entries Dynamo holds for any code object that compiling this module would use.
+
+    By version that is its class's ``forward``, or one wrapper that all modules share.
+    """
+    from torch._dynamo import external_utils
+
+    codes = [type(module).forward.__code__]
+    codes += [c for c in external_utils.wrap_inline.__code__.co_consts if isinstance(c, CodeType)]
+    return max(map(cache_entries, codes))
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether calling the module goes through ``torch.compile`` already."""
     from torch._dynamo.eval_frame import OptimizedModule
@@ -162,7 +177,11 @@ def default_cache_dir() -> str:
     """Where Inductor would put its cache if nobody says otherwise."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir as directory
 
-    return directory()
+    try:
+        return directory()
+    except (KeyError, OSError):
+        # 140765: older torch wants a passwd entry for the user; newer names the folder so.
+        return str(Path(tempfile.gettempdir(), f"torchinductor_uid_{os.getuid()}"))
 
 
 @contextmanager
@@ -217,6 +236,7 @@ def missing() -> list[str]:
         ],
         "torch._dynamo.eval_frame": ["_debug_get_cache_entry_list", "OptimizedModule"],
         "torch._dynamo.exc": ["FailOnRecompileLimitHit"],
+        "torch._dynamo.external_utils": ["wrap_inline"],
         "torch._dynamo.callback": ["callback_handler"],
         "torch._inductor.config": [
             "compile_threads",

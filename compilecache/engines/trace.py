@@ -7,7 +7,6 @@ every module that ``torch.compile`` takes.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,23 +79,22 @@ class TraceEngine:
         """Compiles the workload's functions as ``nn.Module.compile`` would, sized for the plan.
 
         ``targets``: all of the plan on every device, since a code object's entries are shared by
-        devices and instances. Functions that are compiled already are left as they are. Raises
+        devices and instances, and by version of torch also by functions. Functions that are compiled already are left as they are. Raises
         RecompileBudgetExceeded before anything runs when torch would not keep that many entries.
         """
-        needed = Counter(target.spec.function for target in targets)
+        needed = list(targets)
         functions = self._workload.functions(replica.module)
-        for name in sorted(needed):
+        for name in sorted({target.spec.function for target in needed}):
             if name not in functions:
                 raise PlanError(
                     f"the plan names function '{name}', the workload has {sorted(functions)}",
                     next_step="Mend 'function' in the plan's specs",
                     field="function",
                 )
-            self._compile(functions[name], needed[name] * instances + SPARE_ENTRIES)
+            self._compile(functions[name], len(needed) * instances + SPARE_ENTRIES)
 
     def _compile(self, function: nn.Module, entries: int) -> None:
-        code = type(torch_names.original(function)).forward.__code__
-        total = entries + torch_names.cache_entries(code)
+        total = entries + torch_names.entries_of(torch_names.original(function))
         carried = torch_names.takes_recompile_limit()
         compiled = torch_names.is_compiled(function)
         torch_names.raise_limits(

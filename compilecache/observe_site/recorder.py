@@ -140,9 +140,10 @@ class Recorder:
             named = subject.named(args, kwargs)
             flat = [leaf for name, value in named.items() for leaf in self._leaves(name, value)]
             phase = self._phase(subject, flat)
-            key = (subject.serial, phase, *(self._key(name, value) for name, value in flat))
+            leaves = (self._key(name, value) for name, value in flat)
+            key = (subject.serial, phase, len(args), *leaves)
             with self._lock:
-                self._count(key, subject, named, flat, phase)
+                self._count(key, subject, named, flat, phase, len(args))
         except Exception as error:
             self._fault(f"a call of {subject.name} is not recorded: {error!r}")
 
@@ -153,13 +154,15 @@ class Recorder:
         named: Mapping[str, object],
         flat: list[tuple[str, object]],
         phase: str,
+        positional: int,
     ) -> None:
         call = self._calls.get(key)
         if call is None and len(self._calls) >= SPEC_LIMIT:
             self._fault(f"more than {SPEC_LIMIT} different calls; the rest is left out")
             return
         if call is None:
-            call = self._calls[key] = self._described(subject, named, flat, phase)
+            call = self._described(subject, named, flat, phase)
+            self._calls[key] = call = {**call, "positional": positional}
         count = self._counts[key] = self._counts.get(key, 0) + 1
         if count == 1 or time.monotonic() - self._written > WRITE_SECONDS:
             self._write()

@@ -6,6 +6,7 @@ import os
 import pwd
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,12 +111,17 @@ def _examples(folder: Path) -> tuple[Report, int]:
     from compilecache import torch_names
 
     before = torch_names.counts()
-    for count in (2, 3, 5):
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: net(torch.ones(2, 4)),
+        lambda: net(torch.ones(3, 4)),
+        lambda: net(input=torch.ones(5, 4)),
+    ]
+    for call in calls:
         net.train()
-        net(torch.ones(count, 4)).sum().backward()
+        call().sum().backward()
         net.eval()
         with torch.no_grad():
-            net(torch.ones(count, 4))
+            call()
     return warm.report, torch_names.counts().since(before).frames
 
 

@@ -50,12 +50,29 @@ def test_each_example_is_planned_in_each_phase() -> None:
 
 
 def test_positional_examples_are_named_by_the_signature() -> None:
-    """A tuple, and a single tensor, stand for the same as the dictionary."""
+    """A tuple, and a single tensor, name the same arguments, but are passed by position."""
     x, mask = torch.ones(2, 4), torch.ones(2, dtype=torch.bool)
     net = Net()
     named = specs_of_examples([{"x": x, "mask": mask}], net)
-    assert specs_of_examples([(x, mask)], net) == named
-    assert specs_of_examples([x], net) == specs_of_examples([{"x": x}], net)
+    by_position = specs_of_examples([(x, mask)], net)
+    assert [spec.example for spec in by_position] == [spec.example for spec in named]
+    assert [spec.positional for spec in (*by_position, *named)] == [2, 2, 0, 0]
+    assert specs_of_examples([x], net)[0].positional == 1
+
+
+def test_arguments_are_passed_as_the_example_passed_them() -> None:
+    """By version of torch a call by name and one by position are two compiled graphs."""
+    calls: list[tuple[int, list[str]]] = []
+
+    def function(*args: object, **kwargs: object) -> torch.Tensor:
+        calls.append((len(args), list(kwargs)))
+        return torch.ones(1)
+
+    x, mask = torch.ones(2, 4), torch.ones(2, dtype=torch.bool)
+    for example in (x, (x, mask), {"x": x, "mask": mask}):
+        spec = specs_of_examples([example], Net(), phases=["eval"])[0]
+        default_step(function, remade(example, Net()), spec)
+    assert calls == [(1, []), (2, []), (0, ["x", "mask"])]
 
 
 def test_meta_tensors_become_floats_normal_integers_zero_bools_true() -> None:

@@ -106,9 +106,9 @@ def test_a_run_becomes_a_plan_and_runs_on_as_it_is(script: Path) -> None:
     assert "Wrote plan.yaml: 3 specs of __main__:Net." in seen.stderr
     plan = ShapePlan.load(script.with_name("plan.yaml"))
     assert plan.specs == (
-        InputSpec(phase="train", example={"x": tensor(2, 4), "scale": 2.0}),
-        InputSpec(phase="train", example={"x": tensor(3, 4), "scale": 2.0}),
-        InputSpec(phase="eval", example={"x": tensor(5, 4)}),
+        InputSpec(phase="train", example={"x": tensor(2, 4), "scale": 2.0}, positional=1),
+        InputSpec(phase="train", example={"x": tensor(3, 4), "scale": 2.0}, positional=1),
+        InputSpec(phase="eval", example={"x": tensor(5, 4)}, positional=1),
     )
     assert plan.lengths == {
         "source": "observed: train.py",
@@ -160,7 +160,7 @@ def test_every_way_to_compile_is_seen(script: Path) -> None:
     assert [str(spec) for spec in net.specs] == ["forward train x=[2,4]", "forward train x=[3,4]"]
     double = ShapePlan.load(script.with_name("plan-double.yaml"))
     assert (
-        InputSpec(function="double", phase="eval", example={"x": tensor(4), "by": 3})
+        InputSpec(function="double", phase="eval", example={"x": tensor(4), "by": 3}, positional=2)
         in double.specs
     )
 
