@@ -1,6 +1,6 @@
 """What must be equal for a compiled artifact to be the right one: labelled, digestible, diffable.
 
-Host names, pod addresses, paths and formatting never enter: two pods of one image agree.
+Host names, pod addresses, folders of users and formatting never enter: two pods of one image agree.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from sysconfig import get_paths
 from typing import TYPE_CHECKING
 
 from compilecache.errors import PlanError
@@ -154,6 +155,9 @@ def _machine(device: torch.device) -> dict[str, str]:
         components["driver"] = _driver()
     else:
         components["cpu.threads"] = str(torch.get_num_threads())
+        # The one place where a path counts: Inductor names a CPU library by the whole command that
+        # builds it, with torch's and Python's include folders.
+        components["cpu.includes"] = f"{Path(torch.__file__).parent} {get_paths()['include']}"
     return components
 
 

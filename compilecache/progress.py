@@ -94,15 +94,19 @@ class BarProgress:
             TimeElapsedColumn,
             TimeRemainingColumn,
         )
+        from rich.table import Column
 
+        cut = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._bar: RichProgress = Progress(
             SpinnerColumn(),
             MofNCompleteColumn(),
             BarColumn(bar_width=16),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", table_column=cut),
             console=Console(stderr=True),
+            expand=True,
+            transient=True,
         )
         self._task: TaskID | None = None
 

@@ -109,7 +109,15 @@ def test_options_and_settings_count() -> None:
 def test_an_adopted_directory_is_kept_under_the_machine_alone() -> None:
     """Versions, CPU and threads; nothing of a workload."""
     names = set(environment(CPU).components)
-    assert {"torch", "torch.git", "python", "cpu", "cpu.flags", "cpu.threads"} <= names
+    assert {
+        "torch",
+        "torch.git",
+        "python",
+        "cpu",
+        "cpu.flags",
+        "cpu.threads",
+        "cpu.includes",
+    } <= names
     assert not any(name.startswith(("workload", "source", "env", "compile")) for name in names)
 
 
