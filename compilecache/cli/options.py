@@ -134,6 +134,11 @@ def show_progress(stack: ExitStack) -> Progress:
     return stack.enter_context(BarProgress()) if sys.stderr.isatty() else LineProgress()
 
 
+def tell(text: str) -> None:
+    """A word for people, on standard error."""
+    click.echo(text, err=True)
+
+
 def print_json(data: object) -> None:
     """Data of a command, on standard output."""
     click.echo(json.dumps(data, indent=2, sort_keys=False))

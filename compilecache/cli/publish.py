@@ -68,7 +68,7 @@ def publish(
     cache = common.open_root(root)
     from compilecache.jobs import publish_plan
 
-    done = publish_plan(plan, places, cache, opened, _tell, lock_timeout=lock_timeout)
+    done = publish_plan(plan, places, cache, opened, common.tell, lock_timeout=lock_timeout)
     if as_json:
         common.print_json(
             {"fingerprint": done.fingerprint, "published": done.published, "missing": done.missing}
@@ -82,10 +82,6 @@ def publish(
             click.echo(f"  not warm: {target}")
     if done.missing:
         raise SystemExit(NOT_WARM)
-
-
-def _tell(text: str) -> None:
-    click.echo(text, err=True)
 
 
 def _adopt(

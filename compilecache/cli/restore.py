@@ -48,19 +48,15 @@ def restore(
     places = common.choose_devices(devices)
     from compilecache.jobs import restore_plan
 
-    done = restore_plan(plan, places, cache, opened, _tell, lock_timeout=lock_timeout)
+    done = restore_plan(plan, places, cache, opened, common.tell, lock_timeout=lock_timeout)
     for fault in done.faults:
-        _tell(f"warning: {fault}")
+        common.tell(f"warning: {fault}")
     if as_json:
         common.print_json(done.as_json())
     else:
         _print(done)
     if done.missing:
         raise SystemExit(DAMAGED if done.damaged else NOT_WARM)
-
-
-def _tell(text: str) -> None:
-    click.echo(text, err=True)
 
 
 def _print(done: Restoration) -> None:
