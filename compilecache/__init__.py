@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from compilecache.batches import PlannedCollate as PlannedCollate
-    from compilecache.ensure import Warm as Warm
     from compilecache.ensure import ensure_warm as ensure_warm
     from compilecache.errors import ChecksumMismatch as ChecksumMismatch
     from compilecache.errors import CompileCacheError as CompileCacheError
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
     from compilecache.errors import UnexpectedCompile as UnexpectedCompile
     from compilecache.errors import UnsafePath as UnsafePath
     from compilecache.errors import UntrustedArtifact as UntrustedArtifact
+    from compilecache.errors import WorkerFailed as WorkerFailed
+    from compilecache.guard.crew import Crew as Crew
+    from compilecache.guard.warm import Warm as Warm
     from compilecache.shapes import CompileTarget as CompileTarget
     from compilecache.shapes import InputSpec as InputSpec
     from compilecache.shapes import ShapePlan as ShapePlan
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "batches": ["PlannedCollate"],
-    "ensure": ["Warm", "ensure_warm"],
+    "ensure": ["ensure_warm"],
     "errors": [
         "ChecksumMismatch",
         "CompileCacheError",
@@ -45,7 +47,10 @@ _HOMES = {
         "UnexpectedCompile",
         "UnsafePath",
         "UntrustedArtifact",
+        "WorkerFailed",
     ],
+    "guard.crew": ["Crew"],
+    "guard.warm": ["Warm"],
     "shapes": ["CompileTarget", "InputSpec", "ShapePlan"],
     "store": ["ArtifactStore"],
     "workload": ["Workload"],

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from pydantic import JsonValue
@@ -18,53 +18,27 @@ from torch import nn
 
 from compilecache import ranks, torch_names
 from compilecache.cachedir import CacheDir
-from compilecache.engines.trace import Replica
+from compilecache.engines.trace import SPARE_ENTRIES, Replica, TraceEngine
 from compilecache.errors import CompileCacheError, LockTimeout, PlanError
 from compilecache.examples import ExampleWorkload, specs_of_examples
+from compilecache.guard.calls import PlannedFunction
+from compilecache.guard.found import find_in_threads
+from compilecache.guard.seal import OnMiss, Planned
+from compilecache.guard.warm import Warm, alone
 from compilecache.pipeline import Job, warm
 from compilecache.progress import BarProgress, LogProgress, Progress
 from compilecache.report import Report
-from compilecache.shapes import InputSpec, ShapePlan, plan_of
+from compilecache.shapes import CompileTarget, InputSpec, ShapePlan, plan_of
 from compilecache.store import ArtifactStore
 from compilecache.workload import HasWorkload, Workload, load_workload, workload_of_plan
 
 if TYPE_CHECKING:
     from compilecache.examples import Example
 
+UNPLANNED_ENTRIES = 256
+"""Compiled entries to leave room for when shapes may come up while training."""
+
 StoreLike = ArtifactStore | str | Path | Literal[False] | None
-
-
-class Warm:
-    """A process in which every planned target is compiled and loaded."""
-
-    def __init__(self, report: Report, plan: ShapePlan) -> None:
-        self.report = report
-        """What it took, target by target."""
-        self.plan = plan
-        """The shapes that are warm."""
-        self._compiles: list[str] = []
-        self._guards = ExitStack()
-        self._guards.enter_context(torch_names.on_compile(self._compiles.append))
-
-    @property
-    def compiles_after_prime(self) -> int:
-        """Compilations that any thread has started since, traces that hit the cache included."""
-        return len(self._compiles)
-
-    def close(self) -> None:
-        """Ends the watch over the process. The compiled functions stay."""
-        self._guards.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def ensure_warm(
@@ -79,6 +53,8 @@ def ensure_warm(
     lock_timeout: float = 3600.0,
     rank_timeout: float = 7200.0,
     allow_network_root: bool = False,
+    on_miss: OnMiss = "error",
+    gate_timeout: float = 600.0,
     progress: Progress | None = None,
 ) -> Warm:
     """Blocks until every planned shape is compiled and loaded in this process, on every device.
@@ -86,7 +62,8 @@ def ensure_warm(
     Restores what the store has, compiles what is missing (one target at a time, under a file lock),
     publishes it, and runs every target twice. The models come back bit for bit as they were:
     parameters, buffers, gradients, train/eval modes, random states. Call it before any thread that
-    uses the models starts.
+    uses the models starts. From then on, until the result is closed, the process is sealed: what
+    would still compile or trace, in any thread, is dealt with as ``on_miss`` says.
 
     Args:
         models: one module, or one replica per device. Eager ones are compiled in place, as
@@ -106,33 +83,52 @@ def ensure_warm(
         lock_timeout: seconds to wait for another process that fills the same root.
         rank_timeout: seconds to wait for the other ranks of a ``torch.distributed`` job.
         allow_network_root: use a cache root on a network file system all the same.
+        on_miss: "error": raise UnexpectedCompile where it happens. "serialize": compile while every
+            other worker stands at a step boundary (``warm.step()``), publish, and go on. "warn":
+            let torch do what it does, and count it.
+        gate_timeout: seconds that "serialize" waits for the other workers.
         progress: who hears of every step; default a bar on a terminal, the log elsewhere.
 
     Raises:
-        PlanError: shapes, workload or devices that cannot be used.
+        PlanError: shapes, workload, devices or modules (DataParallel) that cannot be used.
         RecompileBudgetExceeded: torch would not keep that many compiled entries.
         LockTimeout: another process kept the root locked.
         CompileFailed: with ``strict``, or when another rank could not get warm.
+        UnexpectedCompile: while workers of an earlier call are alive.
     """
     modules = [models] if isinstance(models, nn.Module) else list(models)
+    refuse_unusable(modules)
     replicas = [Replica(device_of(module), module) for module in modules]
     chosen, plan = _workload_and_plan(modules, shapes, workload)
     options = {**plan.compile_options, **(compile_options or {})}
     plan = ShapePlan.parse({**plan.model_dump(), "compile_options": options})
-    request = _Request(chosen, plan, replicas, strict, lock_timeout)
-    outcome: Report | CompileCacheError
+    request = _Request(chosen, plan, replicas, strict, lock_timeout, on_miss)
+    outcome: Warm | CompileCacheError
     try:
-        outcome = request.run(root, store, allow_network_root, progress)
+        with alone():
+            ready = request.run(root, store, allow_network_root, progress)
+        outcome = request.seal(ready, gate_timeout)
     except CompileCacheError as error:
         outcome = error
     failed = isinstance(outcome, CompileCacheError)
     try:
         ranks.agree(str(outcome) if failed else None, timeout=rank_timeout)
     except CompileCacheError as error:
+        if isinstance(outcome, Warm):
+            outcome.close()
         outcome = outcome if failed else error
     if isinstance(outcome, CompileCacheError):
         raise outcome
-    return Warm(outcome, plan)
+    return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a warm-up leaves behind for later."""
+
+    report: Report
+    cache: CacheDir
+    store: ArtifactStore | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +138,7 @@ class _Request:
     replicas: list[Replica]
     strict: bool
     lock_timeout: float
+    on_miss: OnMiss
 
     def run(
         self,
@@ -149,7 +146,7 @@ class _Request:
         store: StoreLike,
         allow_network_root: bool,
         progress: Progress | None,
-    ) -> Report:
+    ) -> _Ready:
         troubles: list[str] = []
         cache = self._root(root, allow_network_root, troubles)
         opened = self._store(store, troubles)
@@ -164,8 +161,45 @@ class _Request:
                     raise
                 troubles.append(f"{error} This process compiles in a folder of its own.")
                 teller.trouble(troubles[-1])
-                report = warm(self._job(_own_root(), opened), self.replicas, teller)
-        return report.model_copy(update={"gave_up": (*troubles, *report.gave_up)})
+                cache = _own_root()
+                report = warm(self._job(cache, opened), self.replicas, teller)
+        gave_up = (*troubles, *report.gave_up)
+        return _Ready(report.model_copy(update={"gave_up": gave_up}), cache, opened)
+
+    def seal(self, ready: _Ready, gate_timeout: float) -> Warm:
+        """Seals the process, and lets a thread per device find everything once."""
+        failed = frozenset(row.key for row in ready.report.targets if row.status == "failed")
+        planned = Planned(self.workload, self._job(ready.cache, ready.store).targets, failed)
+        sealed = Warm(
+            ready.report,
+            self.plan,
+            planned,
+            [function for replica in self.replicas for function in self._functions(replica)],
+            on_miss=self.on_miss,
+            gate_timeout=gate_timeout,
+            extend=partial(self._extend, ready),
+        )
+        engine = TraceEngine(self.workload, ready.cache, self.plan.compile_options)
+        try:
+            problems = find_in_threads(planned, self.replicas, engine, self.strict)
+        except BaseException:
+            sealed.close()
+            raise
+        if problems:
+            kept = (*ready.report.gave_up, *problems)
+            sealed.report = ready.report.model_copy(update={"gave_up": kept})
+        return sealed
+
+    def _functions(self, replica: Replica) -> Iterator[PlannedFunction]:
+        names = {spec.function for spec in self.plan.specs}
+        for name, function in self.workload.functions(replica.module).items():
+            if name in names:
+                codes = frozenset(torch_names.codes_of(torch_names.original(function)))
+                yield PlannedFunction(name, replica.device, function, replica.module, codes)
+
+    def _extend(self, ready: _Ready, target: CompileTarget, function: PlannedFunction) -> Report:
+        job = replace(self._job(ready.cache, ready.store), targets=(target,), strict=False)
+        return warm(job, [Replica(function.device, function.replica)], LogProgress())
 
     def _job(self, cache: CacheDir, store: ArtifactStore | None) -> Job:
         per_device = Counter(replica.device for replica in self.replicas)
@@ -178,6 +212,7 @@ class _Request:
             instances=max(per_device.values()),
             strict=self.strict,
             lock_timeout=self.lock_timeout,
+            spare=UNPLANNED_ENTRIES if self.on_miss == "serialize" else SPARE_ENTRIES,
         )
 
     def _root(self, root: str | Path | None, allow_network: bool, troubles: list[str]) -> CacheDir:
@@ -214,6 +249,19 @@ def _own_root() -> CacheDir:
 
 def _progress(stack: ExitStack) -> Progress:
     return stack.enter_context(BarProgress()) if sys.stderr.isatty() else LogProgress()
+
+
+def refuse_unusable(modules: Sequence[nn.Module]) -> None:
+    """Raises PlanError for modules that cannot be kept from compiling in threads."""
+    for module in modules:
+        for child in module.modules():
+            if isinstance(child, nn.DataParallel):
+                raise PlanError(
+                    "the model is or holds an nn.DataParallel, which makes new replicas in new "
+                    "threads at every step, so each would compile",
+                    next_step="Pass one replica per device, or use DistributedDataParallel",
+                    field="models",
+                )
 
 
 def device_of(module: nn.Module) -> str:

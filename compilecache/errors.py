@@ -69,10 +69,34 @@ class CompileFailed(CompileCacheError, RuntimeError):
 
 
 class UnexpectedCompile(CompileCacheError, RuntimeError):
-    """Something compiled where nothing was expected to; ``target`` names it."""
+    """Something compiled, or would have, where nothing was expected to; ``target`` names it.
 
-    def __init__(self, problem: str, *, next_step: str, target: str) -> None:
+    In a sealed process also: the ``thread``, the ``shapes`` of what was called, and the ``nearest``
+    planned spec.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        next_step: str,
+        target: str,
+        thread: str = "",
+        shapes: tuple[str, ...] = (),
+        nearest: str | None = None,
+    ) -> None:
         self.target = target
+        self.thread = thread
+        self.shapes = shapes
+        self.nearest = nearest
+        super().__init__(problem, next_step=next_step)
+
+
+class WorkerFailed(CompileCacheError, RuntimeError):
+    """A thread of the run failed, so the others stop; ``worker`` names it, the cause is its error."""
+
+    def __init__(self, problem: str, *, next_step: str, worker: str) -> None:
+        self.worker = worker
         super().__init__(problem, next_step=next_step)
 
 

@@ -1,9 +1,7 @@
 """Triton's part of a cache root: one folder a kernel, and what of it must travel.
 
-Most kernels come out of the FX-graph entries again. Two kinds do not. Libraries that Triton builds
-with gcc to reach the driver are in no entry. And a kernel that Inductor compiles in the process
-itself while it loads another (``_dynamic_scale_rblock``) is looked up in Triton's own cache: there
-torch's counters say hit while ptxas runs.
+Inductor's kernels come out of the FX-graph entries again. Two kinds do not: libraries that Triton
+builds with gcc to reach the driver, and kernels that somebody launches through Triton alone.
 """
 
 from __future__ import annotations
@@ -36,9 +34,13 @@ def kernel_folder(path: str) -> str:
     return parent if last.startswith("tmp.pid_") else folder
 
 
-def looked_up(used: Iterable[str]) -> set[str]:
-    """Folders of the kernels that this process looked for in, or added to, Triton's own cache."""
-    return {kernel_folder(path) for path in used if is_group(path)}
+def looked_up(used: Iterable[str], bundled: Collection[str] = ()) -> set[str]:
+    """Folders of the kernels that this process looked for in, or added to, Triton's own cache.
+
+    Without those, by name, that FX-graph entries carry: they are read to be put there.
+    """
+    folders = {kernel_folder(path) for path in used if is_group(path)}
+    return {folder for folder in folders if folder.rpartition("/")[2] not in bundled}
 
 
 def regroup(root: Path, paths: Collection[str]) -> None:

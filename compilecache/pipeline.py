@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from compilecache import torch_names
 from compilecache.cachedir import CacheDir
-from compilecache.engines.trace import Replica, Run, TraceEngine
+from compilecache.engines.trace import SPARE_ENTRIES, Replica, Run, TraceEngine
 from compilecache.errors import (
     CompileCacheError,
     CompileFailed,
@@ -55,6 +55,8 @@ class Job:
     """Raise on cache trouble and failed targets instead of reporting them."""
     lock_timeout: float = 3600.0
     """Seconds to wait for another writer; above what the slowest target takes."""
+    spare: int = SPARE_ENTRIES
+    """Compiled entries to leave room for beyond the targets."""
 
 
 def warm(job: Job, replicas: Iterable[Replica], progress: Progress | None = None) -> Report:
@@ -126,7 +128,7 @@ class _Warming:
         self._job = job
         self._exchange = exchange
         self._progress = progress
-        self._engine = TraceEngine(job.workload, job.cache, job.options)
+        self._engine = TraceEngine(job.workload, job.cache, job.options, spare=job.spare)
         self._restored = Restored()
         self._gave_up: list[str] = []
         self._rows: dict[str, TargetReport] = {}
@@ -215,12 +217,14 @@ class _Warming:
         problem = ""
         if seen.outcome == "bypass":
             problem = f"{target} is not wholly cached by torch: part of it compiles on every start"
+        elif seen.outcome == "live" and not run.entries:
+            problem = f"torch compiled nothing of {target} and runs it as it is"
         elif complete and not seen.compiled_nothing:
             problem = f"{target} was complete in the cache and compiled all the same ({_why(run)})"
         if problem and self._job.strict:
             raise UnexpectedCompile(
                 problem,
-                next_step="See docs/troubleshooting.md, 'complete but compiled' and 'bypass'",
+                next_step="See docs/troubleshooting.md, 'complete but compiled', 'bypass', 'eager'",
                 target=str(target),
             )
         if problem:

@@ -6,6 +6,7 @@ empty. Nothing here compares version numbers.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import tempfile
@@ -97,11 +98,17 @@ def entries_of(module: nn.Module) -> int:
 
     By version that is its class's ``forward``, or one wrapper that all modules share.
     """
+    return max(map(cache_entries, codes_of(module)))
+
+
+def codes_of(module: nn.Module) -> list[CodeType]:
+    """The code objects that hold the entries of a compiled module's own frame."""
     from torch._dynamo import external_utils
 
     codes = [type(module).forward.__code__]
-    codes += [c for c in external_utils.wrap_inline.__code__.co_consts if isinstance(c, CodeType)]
-    return max(map(cache_entries, codes))
+    return codes + [
+        code for code in external_utils.wrap_inline.__code__.co_consts if isinstance(code, CodeType)
+    ]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -120,6 +127,66 @@ def original(module: nn.Module) -> nn.Module:
         assert isinstance(inner, nn.Module)
         return inner
     return module
+
+
+def compile_in_place(module: nn.Module, **options: Any) -> None:
+    """``module.compile``; also for bare modules of torch.nn, whose own frames Dynamo skips."""
+    from torch._dynamo import external_utils, trace_rules
+
+    if trace_rules.check(type(module).forward.__code__):
+        inlined = external_utils.wrap_inline(module._call_impl)
+        module._compiled_call_impl = torch.compile(inlined, **options)
+    else:
+        module.compile(**options)
+
+
+def uses_cuda_graphs(module: nn.Module) -> bool:
+    """Whether a compiled module records CUDA graphs (mode reduce-overhead, max-autotune, options)."""
+    setting = _compiler_config(module).get("triton.cudagraphs")
+    if setting is None:
+        import torch._inductor.config as config
+
+        return bool(config.triton.cudagraphs)
+    return bool(setting)
+
+
+def _compiler_config(module: nn.Module) -> dict[str, Any]:
+    ask = getattr(_compiled_call(module), "get_compiler_config", None)
+    answer = ask() if ask is not None else None
+    return answer if isinstance(answer, dict) else {}
+
+
+def _compiled_call(module: nn.Module) -> Any:
+    """What calling a compiled module runs."""
+    wrapped = original(module) is not module
+    return module.forward if wrapped else module._compiled_call_impl
+
+
+def carried_limit(module: nn.Module) -> int | None:
+    """The recompile limit that a compiled module carries; None when torch's setting holds for it."""
+    call = _compiled_call(module)
+    names = getattr(getattr(call, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(call, "__closure__", None) or (), strict=False))
+    found = cells["callback"].cell_contents if "callback" in cells else None
+    while found is not None:
+        limit = getattr(found, "_recompile_limit", None)
+        if isinstance(limit, int):
+            return limit
+        found = getattr(found, "_torchdynamo_orig_backend", None)
+    return None
+
+
+def compile_again(module: nn.Module) -> None:
+    """Undoes what reaching the limit did to the module's code: torch only ran it from then on."""
+    from torch._C._dynamo.eval_frame import (
+        _FrameAction,
+        _FrameExecStrategy,
+        set_code_exec_strategy,
+    )
+
+    strategy = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
+    for code in codes_of(module):
+        set_code_exec_strategy(code, strategy)
 
 
 @contextmanager
@@ -173,6 +240,55 @@ def bundles_triton() -> bool:
     return value is None or bool(value)
 
 
+def settle_ptxas() -> None:
+    """Lets Triton use the same ptxas in this process as in Inductor's compile workers, from now on.
+
+    Triton's key of a kernel holds the version of ptxas. Workers take the one that torch brings along
+    at once, a process that only loads takes it late or never: it would look for kernels of the
+    other version, and compile those it has to look up.
+    """
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    before = os.environ.get("TRITON_PTXAS_PATH")
+    _set_triton_ptxas_path()
+    if os.environ.get("TRITON_PTXAS_PATH") == before:
+        return
+    try:
+        compiler = importlib.import_module("triton.backends.nvidia.compiler")
+    except ImportError:
+        return
+    for answered in (compiler.get_ptxas_version, compiler.CUDABackend.hash):
+        getattr(answered, "cache_clear", int)()
+
+
+@contextmanager
+def noting_bundled(kernels: set[str]) -> Iterator[None]:
+    """Collects the names of kernel folders that FX-graph entries carry, written or read meanwhile."""
+    from torch._inductor.triton_bundler import TritonBundle, TritonBundler
+
+    def note(bundle: TritonBundle) -> None:
+        kernels.update(kernel.kernel_hash for kernel in bundle.kernel_artifacts)
+
+    collect, emit = vars(TritonBundler)["collect"], vars(TritonBundler)["read_and_emit"]
+
+    def collecting(cls: type[TritonBundler]) -> Any:
+        collected = collect.__get__(None, cls)()
+        note(collected[0])
+        return collected
+
+    def emitting(bundle: TritonBundle) -> Any:
+        note(bundle)
+        return emit.__get__(None, TritonBundler)(bundle)
+
+    setattr(TritonBundler, "collect", classmethod(collecting))  # noqa: B010
+    setattr(TritonBundler, "read_and_emit", staticmethod(emitting))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(TritonBundler, "collect", collect)  # noqa: B010
+        setattr(TritonBundler, "read_and_emit", emit)  # noqa: B010
+
+
 def default_cache_dir() -> str:
     """Where Inductor would put its cache if nobody says otherwise."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir as directory
@@ -196,7 +312,8 @@ def on_compile(callback: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        callback_handler.remove_start_callback(started)
+        if started in callback_handler.start_callbacks:  # torch._dynamo.reset() drops them all
+            callback_handler.remove_start_callback(started)
 
 
 def forget_loaded() -> None:
@@ -235,8 +352,14 @@ def missing() -> list[str]:
             "fail_on_recompile_limit_hit",
         ],
         "torch._dynamo.eval_frame": ["_debug_get_cache_entry_list", "OptimizedModule"],
+        "torch._C._dynamo.eval_frame": [
+            "set_code_exec_strategy",
+            "_FrameAction",
+            "_FrameExecStrategy",
+        ],
         "torch._dynamo.exc": ["FailOnRecompileLimitHit"],
         "torch._dynamo.external_utils": ["wrap_inline"],
+        "torch._dynamo.trace_rules": ["check"],
         "torch._dynamo.callback": ["callback_handler"],
         "torch._inductor.config": [
             "compile_threads",
@@ -245,13 +368,15 @@ def missing() -> list[str]:
             "bundle_triton_into_fx_graph_cache",
         ],
         "torch._inductor.runtime.cache_dir_utils": ["default_cache_dir"],
+        "torch._inductor.runtime.compile_tasks": ["_set_triton_ptxas_path"],
+        "torch._inductor.triton_bundler": ["TritonBundler"],
         "torch._inductor.utils": ["clear_caches"],
         "torch._inductor.cpu_vec_isa": [
             "valid_vec_isa_list",
             "supported_vec_isa_list",
             "pick_vec_isa",
         ],
-        "torch.nn.Module": ["_compiled_call_impl"],
+        "torch.nn.Module": ["_compiled_call_impl", "_call_impl"],
     }
     return [
         f"{path}.{name}"

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
 import time
 from pathlib import Path
 
 import torch
 
-from compilecache import PlannedCollate, ShapePlan, ensure_warm
+from compilecache import PlannedCollate, ShapePlan, Warm, ensure_warm
 from dflash_model.model import Drafter
 from dflash_model.workload import tiny
 
@@ -36,45 +35,24 @@ def read_rows(path: Path, count: int, seed: int) -> list[Row]:
     return rows
 
 
-def train(model: Drafter, plan: ShapePlan, rows: list[Row], losses: list[float], seed: int) -> None:
-    """Steps through the rows, one a step, as any trainer does."""
-    collate = PlannedCollate(plan)
+def train(
+    model: Drafter, warm: Warm, lengths: Path, steps: int, losses: list[float], seed: int
+) -> None:
+    """What each thread runs: one row a step, as in any trainer."""
+    collate = PlannedCollate(warm.plan)
     generator = torch.Generator().manual_seed(seed)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=6e-4)
     model.train()
-    for row in rows:
-        batch = model.prepare(**collate([row]), generator=generator)
-        loss = model(**batch)
-        loss.backward()
+    for row in read_rows(lengths, steps, seed):
+        with warm.step():
+            batch = model.prepare(**collate([row]), generator=generator)
+            loss = model(**batch)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-
-
-def run_threads(
-    models: list[Drafter], plan: ShapePlan, lengths: Path, steps: int
-) -> list[list[float]]:
-    """One thread for each replica; raises what a thread raised."""
-    losses: list[list[float]] = [[] for _ in models]
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            rows = read_rows(lengths, steps, seed=number)
-            train(models[number], plan, rows, losses[number], seed=number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(models))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return losses
 
 
 def main() -> None:
@@ -92,8 +70,11 @@ def main() -> None:
     began = time.perf_counter()
     warm = ensure_warm(models, plan, store=arguments.store, root=arguments.root)
     warm_seconds = time.perf_counter() - began
-    with warm:
-        losses = run_threads(models, plan, arguments.lengths, arguments.steps)
+    losses: list[list[float]] = [[] for _ in models]
+    with warm, warm.crew() as crew:
+        for seed, model in enumerate(models):
+            work = (model, warm, arguments.lengths, arguments.steps, losses[seed], seed)
+            crew.start(train, *work, device="cpu", name=f"drafter {seed}")
     print(warm.report.table(), file=sys.stderr)
     json.dump(
         {

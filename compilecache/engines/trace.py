@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import JsonValue
@@ -18,7 +18,12 @@ from torch import nn
 from compilecache import torch_names
 from compilecache.cachedir import CacheDir
 from compilecache.contents import libraries, travels
-from compilecache.errors import CompileFailed, PlanError, RecompileBudgetExceeded
+from compilecache.errors import (
+    CompileFailed,
+    PlanError,
+    RecompileBudgetExceeded,
+    UnexpectedCompile,
+)
 from compilecache.evidence import Evidence, Outcome
 from compilecache.kernels import FOLDER, is_stub, kernel_folder, looked_up
 from compilecache.preserve import preserving
@@ -54,6 +59,8 @@ class Run:
     """Counters, launches, foreign files, seconds."""
     files: frozenset[str]
     """Cache files the target made or read that a start elsewhere needs."""
+    entries: int = 1
+    """Compiled entries that torch holds for the function's own frame now."""
 
 
 class TraceEngine:
@@ -66,11 +73,15 @@ class TraceEngine:
         workload: Workload,
         cache: CacheDir,
         options: Mapping[str, JsonValue] | None = None,
+        *,
+        spare: int = SPARE_ENTRIES,
     ) -> None:
         self._workload = workload
         self._cache = cache
         self._options = dict(options or {})
+        self._spare = spare
         self._common: set[str] = set()
+        self._bundled: set[str] = set()
         self._probed = False
 
     def compile_in_place(
@@ -79,8 +90,9 @@ class TraceEngine:
         """Compiles the workload's functions as ``nn.Module.compile`` would, sized for the plan.
 
         ``targets``: all of the plan on every device, since a code object's entries are shared by
-        devices and instances, and by version of torch also by functions. Functions that are compiled already are left as they are. Raises
-        RecompileBudgetExceeded before anything runs when torch would not keep that many entries.
+        devices and instances, and by version of torch also by functions. Functions that are compiled
+        already are left as they are. Raises RecompileBudgetExceeded before anything runs when torch
+        would not keep that many entries.
         """
         needed = list(targets)
         functions = self._workload.functions(replica.module)
@@ -91,29 +103,32 @@ class TraceEngine:
                     next_step="Mend 'function' in the plan's specs",
                     field="function",
                 )
-            self._compile(functions[name], len(needed) * instances + SPARE_ENTRIES)
+            self._compile(functions[name], len(needed) * instances)
 
-    def _compile(self, function: nn.Module, entries: int) -> None:
-        total = entries + torch_names.entries_of(torch_names.original(function))
-        carried = torch_names.takes_recompile_limit()
+    def _compile(self, function: nn.Module, needed: int) -> None:
+        inner = torch_names.original(function)
+        total = needed + self._spare + torch_names.entries_of(inner)
         compiled = torch_names.is_compiled(function)
-        torch_names.raise_limits(
-            torch_names.Limits(per_code=0 if carried and not compiled else total, in_all=total)
-        )
-        self._assert_budget(total, carried=carried and not compiled)
+        carried = torch_names.takes_recompile_limit() and not compiled
+        self._assert_budget(function, needed)
+        torch_names.raise_limits(torch_names.Limits(per_code=0 if carried else total, in_all=total))
+        torch_names.compile_again(inner)
         if not compiled:
             limit = {"recompile_limit": total} if carried else {}
-            function.compile(dynamic=False, **limit, **self._options)
+            torch_names.compile_in_place(function, dynamic=False, **limit, **self._options)
 
-    def _assert_budget(self, total: int, *, carried: bool) -> None:
-        limits = torch_names.limits()
-        ceiling = limits.in_all if carried else min(limits.in_all, limits.per_code)
-        if total > ceiling:
+    def _assert_budget(self, function: nn.Module, needed: int) -> None:
+        """A limit that the caller gave to ``torch.compile`` cannot be lifted."""
+        limit = torch_names.carried_limit(function) if torch_names.is_compiled(function) else None
+        if limit is not None and needed > limit:
+            name = type(torch_names.original(function)).__name__
             raise RecompileBudgetExceeded(
-                f"the plan needs {total} compiled entries for one function, torch keeps {ceiling}",
-                next_step="Plan fewer shapes, or raise torch._dynamo.config.accumulated_recompile_limit",
-                needed=total,
-                limit=ceiling,
+                f"the plan needs {needed} compiled entries for {name}, "
+                f"which was compiled with recompile_limit={limit}",
+                next_step=f"Compile it with recompile_limit={needed} or more, "
+                "or let ensure_warm compile it",
+                needed=needed,
+                limit=limit,
             )
 
     def run(self, target: CompileTarget, module: nn.Module, *, expect_warm: bool) -> Run:
@@ -123,6 +138,8 @@ class TraceEngine:
         seen. Raises CompileFailed naming the target; the module is as it was in every case.
         """
         device = torch.device(target.device)
+        if device.type == "cuda":
+            torch_names.settle_ptxas()
         before = self._cache.files()
         with ExitStack() as stack:
             stack.enter_context(_on(device))
@@ -132,11 +149,23 @@ class TraceEngine:
                 stack.enter_context(torch_names.compiling_in_process())
             else:
                 torch_names.forget_loaded()
+            stack.enter_context(torch_names.noting_bundled(self._bundled))
             seen = stack.enter_context(watching(self._cache.root))
             self._probe_cpu(device, seen)
             counted, seconds = self._settle(target, module, device)
         after = self._cache.files()
-        return self._judge(counted, seconds, seen, before, after, _peak(device))
+        run = self._judge(counted, seconds, seen, before, after, _peak(device))
+        function = self._workload.functions(module)[target.spec.function]
+        entries = torch_names.entries_of(torch_names.original(function))
+        return replace(run, entries=entries)
+
+    def once(self, target: CompileTarget, module: nn.Module) -> None:
+        """One step of a target that is warm; the module is as it was. Raises what the step raises."""
+        device = torch.device(target.device)
+        with ExitStack() as stack:
+            stack.enter_context(_on(device))
+            stack.enter_context(preserving(torch_names.original(module), device))
+            self._step(target, module, device)
 
     def _probe_cpu(self, device: torch.device, seen: Sighting) -> None:
         """torch asks the CPU once per process; what that leaves in the root every target needs."""
@@ -171,7 +200,7 @@ class TraceEngine:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             return time.perf_counter() - began
-        except PlanError:
+        except (PlanError, UnexpectedCompile):
             raise
         except Exception as error:
             raise _failure(target, error) from error
@@ -185,7 +214,7 @@ class TraceEngine:
         after: set[str],
         peak: int | None,
     ) -> Run:
-        kernels = looked_up(seen.used)
+        kernels = looked_up(seen.used, self._bundled)
         if not torch_names.bundles_triton():
             kernels |= {kernel_folder(path) for path in after if path.startswith(f"{FOLDER}/")}
         foreign = {path for path in after - before if travels(path, kernels)}

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 
 import torch
 
-from compilecache import ShapePlan, ensure_warm
+from compilecache import ShapePlan, Warm, WorkerFailed, ensure_warm
 from dflash_model.model import Drafter
 from dflash_model.workload import tiny
 
 
-def train(model: Drafter, device: str, lengths: list[int], losses: list[float]) -> None:
+def train(warm: Warm, model: Drafter, device: str, lengths: list[int], losses: list[float]) -> None:
     """Two steps of every length in the thread's own device."""
-    torch.cuda.set_device(device)
     generator = torch.Generator(device).manual_seed(5)
     config = model.config
     model.train()
@@ -24,11 +22,12 @@ def train(model: Drafter, device: str, lengths: list[int], losses: list[float]) 
         hidden = torch.randn(1, length, config.context_size, generator=generator, device=device).to(
             model.fc.weight.dtype
         )
-        batch = model.prepare(
-            tokens, hidden, torch.ones(1, length, device=device), generator=generator
-        )
-        loss = model(**batch)
-        loss.backward()
+        with warm.step():
+            batch = model.prepare(
+                tokens, hidden, torch.ones(1, length, device=device), generator=generator
+            )
+            loss = model(**batch)
+            loss.backward()
         losses.append(loss.item())
         model.zero_grad(set_to_none=True)
 
@@ -51,17 +50,15 @@ def main() -> None:
     losses: list[list[float]] = [[] for _ in names]
     errors: list[str] = []
 
-    def work(number: int) -> None:
-        try:
-            train(models[number], names[number], list(plan.sizes()), losses[number])
-        except Exception as error:
-            errors.append(repr(error))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(names))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        with warm, warm.crew() as crew:
+            for number, name in enumerate(names):
+                crew.start(
+                    train, warm, models[number], name, list(plan.sizes()), losses[number],
+                    device=name,
+                )  # fmt: skip
+    except WorkerFailed as error:
+        errors.append(repr(error))
     print(
         json.dumps(
             {

@@ -83,10 +83,10 @@ def _twice_through_memory(folder: Path) -> list[Report]:
     found = []
     for name in ("root", "other"):
         torch.compiler.reset()
-        warm = ensure_warm(
+        with ensure_warm(
             Product(), [rows(2)], store="memory://tests", root=folder / name, strict=True
-        )
-        found.append(warm.report)
+        ) as warm:
+            found.append(warm.report)
     return found
 
 

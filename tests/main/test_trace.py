@@ -66,11 +66,12 @@ def _two_at_most(folder: Path) -> RecompileBudgetExceeded | None:
 
 @pytest.mark.skipif(not torch_names.takes_recompile_limit(), reason="torch.compile takes no limit")
 def test_a_module_that_was_compiled_with_too_small_a_limit(fresh: Template, tmp_path: Path) -> None:
-    """137081: an error before training, also without strict, that names the target and the way out."""
+    """137081: an error before anything runs, also without strict, with both numbers and the way out."""
     told = fresh.call(_two_at_most, tmp_path)
     assert told is not None
-    assert "past torch's limit" in told[0]
-    assert "recompile_limit" in told[1]
+    assert "needs 6 compiled entries" in told[0]
+    assert "recompile_limit=2" in told[0]
+    assert "recompile_limit=6" in told[1]
 
 
 def _changing(folder: Path) -> str:
@@ -204,3 +205,37 @@ def test_models_that_lie_nowhere(fresh: Template, tmp_path: Path) -> None:
     meta, both = fresh.call(_placed_nowhere, tmp_path)
     assert "device 'meta'" in meta
     assert "['cpu', 'meta']" in both
+
+
+def _left_eager(folder: Path) -> tuple[str, ...]:
+    with ensure_warm(Product(), [rows(2)], store=False, root=folder, compile_options=EAGER) as warm:
+        return warm.report.gave_up
+
+
+def test_a_model_that_torch_leaves_eager_is_named(fresh: Template, tmp_path: Path) -> None:
+    """Nothing to find in a cache, and as slow as without: said, not silent."""
+    told = fresh.call(_left_eager, tmp_path, env={"TORCHDYNAMO_DISABLE": "1"})
+    assert len(told) == 2
+    assert all("torch compiled nothing of forward" in line for line in told)
+
+
+def _bare(folder: Path) -> tuple[tuple[str, ...], int, str]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    with ensure_warm(
+        model, [(torch.ones(2, 8),)], store=False, root=folder, compile_options=EAGER
+    ) as warm:
+        entries = torch_names.entries_of(model)
+        try:
+            model(torch.ones(3, 8))
+        except CompileCacheError as error:
+            return warm.report.gave_up, entries, str(error)
+    return warm.report.gave_up, entries, ""
+
+
+def test_a_bare_module_of_torch_is_compiled_and_sealed(fresh: Template, tmp_path: Path) -> None:
+    """Dynamo skips the frames of torch.nn; called through a wrapper they are compiled."""
+    gave_up, entries, refused = fresh.call(_bare, tmp_path)
+    assert gave_up == ()
+    assert entries == 2
+    assert "would compile Sequential.forward" in refused
+    assert "input.shape[0] is 3, planned is 2" in refused

@@ -1,0 +1,1 @@
+"""Keeps a primed process primed: seal, gate, workers."""
