@@ -13,8 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compilecache.errors import WorkerFailed
-
 POLL_SECONDS = 0.1
 """How long a waiting thread may miss that another one has failed."""
 
@@ -27,7 +25,7 @@ class Stops(Protocol):
         """Set when all threads should end."""
 
     def check(self) -> None:
-        """Raises once a thread has failed."""
+        """Raises once a thread has failed or the run was told to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +146,8 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def check(crew: Stops) -> None:
-    """Raises WorkerFailed when a thread has failed, or the run was told to stop."""
-    crew.check()
-    if crew.stopping.is_set():
-        raise WorkerFailed(
-            "the run was told to stop",
-            next_step="Go on from its last checkpoint with --resume",
-            worker=threading.current_thread().name,
-        )
-
-
 def _await(changed: threading.Condition, holds: Callable[[], bool], crew: Stops) -> None:
     """Waits, holding the condition, until something holds. Raises when the crew stops."""
     while not holds():
-        check(crew)
+        crew.check()
         changed.wait(POLL_SECONDS)

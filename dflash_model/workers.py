@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dflash_model.handover import Averaging, Delivery, Inbox, Stops, check, sent
+from dflash_model.handover import Averaging, Delivery, Inbox, Stops, sent
 from dflash_model.microbatch import MicroBatches, random_numbers
 from dflash_model.model import Drafter
 from dflash_model.optimizer import Optimizer
@@ -65,7 +65,7 @@ class TargetWorker:
         """The whole thread."""
         with _on(self.target.device):
             for number in self.course.numbers_of_target(self.place):
-                check(self.crew)
+                self.crew.check()
                 drafter = number % self.course.drafters
                 self.inboxes[drafter].put(self._make(number, self.drafters[drafter].fc.weight))
 

@@ -282,7 +282,8 @@ def test_thread_that_waits_gives_way_when_the_run_is_told_to_stop() -> None:
     thread.start()
     crew.stopping.set()
     thread.join(1.0)
-    assert not thread.is_alive() and "told to stop" in str(ended[0])
+    assert not thread.is_alive()
+    assert "the run was stopped" in str(ended[0])
 
 
 # -- what a run says -----------------------------------------------------------------------------
