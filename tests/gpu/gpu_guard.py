@@ -179,14 +179,18 @@ def serialized(devices: list[str]) -> dict[str, object]:
 def main() -> None:
     """Arguments: devices."""
     devices = sys.argv[1].split(",")
-    found: dict[str, object] = {
-        "refused": refused(devices),
-        "lazy_error": lazy_backward(devices[-1], "error"),
-        "lazy_serialize": lazy_backward(devices[-1], "serialize"),
-        "serialized": serialized(devices),
+    scenarios: dict[str, Callable[[], object]] = {
+        "refused": lambda: refused(devices),
+        "lazy_error": lambda: lazy_backward(devices[-1], "error"),
+        "lazy_serialize": lambda: lazy_backward(devices[-1], "serialize"),
+        "serialized": lambda: serialized(devices),
     }
     if len(devices) > 1:
-        found["other_device"] = other_device(devices)
+        scenarios["other_device"] = lambda: other_device(devices)
+    found = {}
+    for name, scenario in scenarios.items():
+        torch.compiler.reset()
+        found[name] = scenario()
     print(json.dumps(found))
 
 
