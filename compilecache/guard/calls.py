@@ -165,12 +165,12 @@ def _gated(compiled: Callable[..., Any], gate: Gate, device: str) -> Callable[..
     """A call that is in a step; the step lasts until a call that was left has been made again."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if gate.stepping():
+        gate.enter(device)
+        try:
             return compiled(*args, **kwargs)
-        with gate.step(device):
-            try:
-                return compiled(*args, **kwargs)
-            except Again as left:
-                return _again(left, compiled, args, kwargs)
+        except Again as left:
+            return _again(left, compiled, args, kwargs)
+        finally:
+            gate.leave()
 
     return call

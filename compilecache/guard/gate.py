@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 
 from compilecache.errors import LockTimeout
 
@@ -20,8 +21,6 @@ from compilecache.errors import LockTimeout
 class Step:
     """A thread between two boundaries."""
 
-    name: str
-    """Of the thread."""
     device: str | None
     """Where it works, for compilations that torch starts on threads of its own."""
     depth: int = 1
@@ -36,12 +35,16 @@ class Gate:
     """Seconds to wait for the others; above what the slowest compilation takes."""
     stopping: Callable[[], None] = lambda: None
     """Raises when the waiting should end, because a sibling failed."""
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _changed: threading.Condition = field(init=False)
     _steps: dict[int, Step] = field(default_factory=dict)
     _wanting: dict[int, str] = field(default_factory=dict)
     _owner: int | None = None
     _owner_name: str = ""
     _until_boundary: bool = False
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition(self._lock)
 
     @contextmanager
     def step(self, device: str | None = None) -> Iterator[None]:
@@ -54,20 +57,20 @@ class Gate:
 
     def enter(self, device: str | None = None) -> None:
         """Begins a step."""
-        me = threading.get_ident()
-        with self._changed:
+        me = get_ident()
+        with self._lock:
             current = self._steps.get(me)
             if current is not None:
                 current.depth += 1
                 return
-            if not self._may_step(me):
+            if self._wanting or self._owner is not None:
                 self._wait(lambda: self._may_step(me), "begin a step", self._compilers)
-            self._steps[me] = Step(threading.current_thread().name, device)
+            self._steps[me] = Step(device)
 
     def leave(self) -> None:
         """Ends a step; whoever compiled in it lets the others go on."""
-        me = threading.get_ident()
-        with self._changed:
+        me = get_ident()
+        with self._lock:
             current = self._steps[me]
             current.depth -= 1
             if current.depth:
@@ -75,7 +78,9 @@ class Gate:
             del self._steps[me]
             if self._owner == me and self._until_boundary:
                 self._owner = None
-            self._changed.notify_all()
+                self._changed.notify_all()
+            elif self._wanting:
+                self._changed.notify_all()
 
     @contextmanager
     def exclusive(self, blocked: Sequence[int] = ()) -> Iterator[None]:
@@ -85,26 +90,26 @@ class Gate:
         steps; the first is the one whose step counts. Raises LockTimeout naming who did not come
         to a boundary.
         """
-        me = blocked[0] if blocked else threading.get_ident()
-        with self._changed:
+        me = blocked[0] if blocked else get_ident()
+        with self._lock:
             held = self._owner is not None and self._owner in (me, *blocked)
             if not held:
                 self._acquire(me, blocked)
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 if not held and not self._until_boundary:
                     self._owner = None
                     self._changed.notify_all()
 
     def stepping(self) -> bool:
         """Whether this thread is in a step. Takes no lock: only this thread changes the answer."""
-        return threading.get_ident() in self._steps
+        return get_ident() in self._steps
 
     def stepping_on(self, device: str) -> list[int]:
         """The threads that are in a step on a device, or on no known one; who compiles comes first."""
-        with self._changed:
+        with self._lock:
             found = [i for i, step in self._steps.items() if step.device in (device, None)]
             return sorted(found, key=lambda ident: ident != self._owner)
 
@@ -130,7 +135,7 @@ class Gate:
 
     def _others(self, me: int) -> list[str]:
         """Threads in a step that neither are this one nor wait to compile."""
-        busy = [s.name for i, s in self._steps.items() if i != me and i not in self._wanting]
+        busy = [_name(i) for i in self._steps if i != me and i not in self._wanting]
         return busy if self._owner in (None, me) else [*busy, f"{self._owner_name} (compiling)"]
 
     def _compilers(self) -> list[str]:
@@ -147,6 +152,11 @@ class Gate:
             if left <= 0:
                 raise _late(purpose, blockers(), self.timeout)
             self._changed.wait(min(left, 0.2))
+
+
+def _name(ident: int) -> str:
+    found = [thread.name for thread in threading.enumerate() if thread.ident == ident]
+    return found[0] if found else f"thread {ident}, which has ended"
 
 
 def _late(purpose: str, blockers: list[str], timeout: float) -> LockTimeout:
