@@ -30,6 +30,8 @@ bench: $(READY)  ## CPU benchmarks; results go to benchmarks/results/
 	$(BIN)/python benchmarks/restore.py
 	$(BIN)/python benchmarks/prime.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/incident_replay.py
 
 gpu:  ## GPU tests and benchmarks, with the Python that holds a CUDA build of torch
 	$(PYTHON) benchmarks/gpu_check.py

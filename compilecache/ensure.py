@@ -181,7 +181,7 @@ class _Request:
         )
         engine = TraceEngine(self.workload, ready.cache, self.plan.compile_options)
         try:
-            problems = find_in_threads(planned, self.replicas, engine, self.strict)
+            problems = find_in_threads(planned, self.replicas, engine, sealed.state, self.strict)
         except BaseException:
             sealed.close()
             raise

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from pydantic import JsonValue
@@ -39,6 +40,10 @@ COMMANDS_KEPT = 5
 
 RUNS = 3
 """Two runs settle autotuning and gradient accumulation; a third only if the second compiled."""
+
+
+_LEFT_BY_PROBE: dict[Path, set[str]] = {}
+"""Per cache root: the libraries through which this process asked the CPU what it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,6 @@ class TraceEngine:
         self._spare = spare
         self._common: set[str] = set()
         self._bundled: set[str] = set()
-        self._probed = False
 
     def compile_in_place(
         self, replica: Replica, targets: Iterable[CompileTarget], instances: int = 1
@@ -169,11 +173,14 @@ class TraceEngine:
 
     def _probe_cpu(self, device: torch.device, seen: Sighting) -> None:
         """torch asks the CPU once per process; what that leaves in the root every target needs."""
-        generates = self._options.get("backend", "inductor") == "inductor"
-        if not self._probed and device.type == "cpu" and generates:
+        if device.type != "cpu" or self._options.get("backend", "inductor") != "inductor":
+            return
+        left, files = _LEFT_BY_PROBE.get(self._cache.root, set()), self._cache.files()
+        if not left or not left <= files:
             torch_names.probe_vector_sets()
-            self._common |= libraries(seen.used, self._cache.files())
-            self._probed = True
+            left = libraries(seen.used, self._cache.files())
+            _LEFT_BY_PROBE[self._cache.root] = left
+        self._common |= left
 
     def _settle(
         self, target: CompileTarget, module: nn.Module, device: torch.device

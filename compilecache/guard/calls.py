@@ -111,11 +111,13 @@ def announced(planned: PlannedFunction, failure: Failure, gate: Gate | None) -> 
     """Until the context ends, calls of the function are known, stop with the run, pass the gate."""
     holder, name = _slot(planned.function)
     compiled = holder[name]
-    holder[name] = _announcing(planned, compiled, failure, gate)
+    announcing = _announcing(planned, compiled, failure, gate)
+    holder[name] = announcing
     try:
         yield
     finally:
-        holder[name] = compiled
+        if holder.get(name) is announcing:  # somebody may have compiled it anew
+            holder[name] = compiled
 
 
 def _slot(function: nn.Module) -> tuple[dict[str, Any], str]:

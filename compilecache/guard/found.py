@@ -11,11 +11,16 @@ from compilecache.engines.trace import Replica, TraceEngine
 from compilecache.errors import CompileCacheError, UnexpectedCompile
 from compilecache.guard import hooks
 from compilecache.guard.attempt import Attempt
+from compilecache.guard.hooks import ThreadState
 from compilecache.guard.seal import Planned
 
 
 def find_in_threads(
-    planned: Planned, replicas: Sequence[Replica], engine: TraceEngine, strict: bool
+    planned: Planned,
+    replicas: Sequence[Replica],
+    engine: TraceEngine,
+    state: ThreadState,
+    strict: bool,
 ) -> list[str]:
     """Runs every warm target once in a new thread for each replica, one at a time.
 
@@ -28,7 +33,9 @@ def find_in_threads(
         if any(torch_names.uses_cuda_graphs(function) for function in functions):
             continue
         thread = threading.Thread(
-            target=_find, args=(planned, replica, engine, problems), name=f"check {replica.device}"
+            target=_find,
+            args=(planned, replica, engine, state, problems),
+            name=f"check {replica.device}",
         )
         thread.start()
         thread.join()
@@ -38,14 +45,18 @@ def find_in_threads(
 
 
 def _find(
-    planned: Planned, replica: Replica, engine: TraceEngine, problems: list[CompileCacheError]
+    planned: Planned,
+    replica: Replica,
+    engine: TraceEngine,
+    state: ThreadState,
+    problems: list[CompileCacheError],
 ) -> None:
     watch = _Refusing()
     for target in planned.targets:
         if target.device != replica.device or target.key in planned.failed:
             continue
         try:
-            with hooks.listening(watch):
+            with hooks.listening(watch), state.adopt(), state.autocast():
                 engine.once(target, replica.module)
         except CompileCacheError as error:
             problems.append(error)

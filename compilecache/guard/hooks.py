@@ -333,6 +333,11 @@ class ThreadState:
         with torch.enable_grad():
             self._guard = GlobalStateGuard()
         self._settings = _settings()
+        self._autocasts = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        ]
 
     def adopt(self) -> ExitStack:
         """torch's configuration as it was there, for this thread; nothing where all threads share it.
@@ -349,8 +354,15 @@ class ThreadState:
                 stack.enter_context(_config(module).patch(changed))
         return stack
 
+    def autocast(self) -> ExitStack:
+        """The autocast that was on there: a thread turns it on round its forward by itself."""
+        stack = ExitStack()
+        for kind, dtype, cached in self._autocasts:
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+        return stack
+
     def differences(self) -> list[str]:
-        """What would make a compiled call miss in this thread; empty when nothing would."""
+        """What would make a compiled call miss in this thread as it is; empty when nothing would."""
         with torch.enable_grad():
             fits = self._guard.check()
             return [] if fits else self._guard.reason().split()

@@ -54,7 +54,8 @@ class Warm:
         self._extend = extend
         self._failure = Failure()
         self._gate = Gate(gate_timeout, self._failure.check)
-        self._state = ThreadState()
+        self.state = ThreadState()
+        """What torch sees of the thread that primed, besides arguments."""
         self._entries = [self._entries_of(function) for function in self._functions]
         self._home = threading.get_ident()
         self._here = threading.local()
@@ -64,7 +65,7 @@ class Warm:
         self._seal = Seal(
             planned,
             on_miss,
-            self._state,
+            self.state,
             self._gate,
             self._extend_to,
             self._working,
@@ -135,7 +136,8 @@ class Warm:
     @property
     def compiles_after_prime(self) -> int:
         """Compilations that any thread has started since, traces that hit the cache included."""
-        return len(self._compiles)
+        let = self._seal.allowed["compile"] + self._seal.allowed["backward"]
+        return max(let, len(self._compiles))  # torch tells only of the first of several at once
 
     @property
     def refused(self) -> int:
@@ -180,7 +182,7 @@ class Warm:
             torch.cuda.set_device(device)
             # A thread that only loads from a warm cache may never have made a context (triton#3729).
             torch.empty(1, device=device)
-        stack.enter_context(self._state.adopt())
+        stack.enter_context(self.state.adopt())
         self._here.device = device
         if problem := self._unfit(device):
             if self._seal.on_miss == "error":
@@ -203,7 +205,8 @@ class Warm:
     def _unfit(self, device: str) -> UnexpectedCompile | None:
         """Why a thread would not find every planned target of the device; None when it would."""
         thread = threading.current_thread().name
-        differs = self._state.differences()
+        with self.state.autocast():
+            differs = self.state.differences()
         if differs:
             return UnexpectedCompile(
                 f"thread {thread} would compile everything again: its {', '.join(differs)} "
@@ -237,7 +240,7 @@ class Warm:
         """Warms and publishes a spec that was not planned; the process is this thread's alone."""
         target = CompileTarget(device=call.planned.device, spec=spec)
         known = {*self._seal.planned.targets}
-        if self._extend is None or target in known or self._state.differences():
+        if self._extend is None or target in known or self.state.differences():
             return
         try:
             with hooks.permitted():

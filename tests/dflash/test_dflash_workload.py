@@ -66,7 +66,7 @@ def test_factory_names_the_setting_that_cannot_be_used(
 
 
 def test_specs_are_block_masks_then_forwards(mixed: DFlashWorkload) -> None:
-    """A mixed drafter needs two BlockMasks and one forward a phase, for each length."""
+    """A mixed drafter needs two BlockMasks and one forward a phase, for each length (speculators#731: eager, it took 7 GB a step)."""
     lines = [
         f"{s.function} {s.phase} {s.dims['seq_len']} {s.dims['mask']}"
         for s in specs_of(mixed, 64, 128)
@@ -144,7 +144,7 @@ def test_request_that_cannot_be_planned_is_named(
 def test_check_names_the_dim_that_cannot_run(
     mixed: DFlashWorkload, dims: dict[str, object], field: str
 ) -> None:
-    """Data-dependent or mistaken dims are refused at plan time (Automodel#2532, speculators#196)."""
+    """Data-dependent or mistaken dims are refused at plan time (Automodel#2532, speculators#196, 141625)."""
     spec = changed(specs_of(mixed, 64)[-1], **dims)
     with pytest.raises(PlanError, match=f"'{field}'") as caught:
         mixed.check(spec)

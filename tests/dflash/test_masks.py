@@ -134,7 +134,7 @@ def test_packed_mask_drawn_by_hand() -> None:
 
 
 def test_the_anchor_itself_is_not_context() -> None:
-    """Context ends strictly before the anchor: the clean token is slot 0 of the block (SpecForge#470)."""
+    """Context ends strictly before the anchor: the clean token is slot 0 of the block (SpecForge#470) (SpecForge#470)."""
     layout = LAYOUTS["one tile"]
     mask = dense_mask(layout)[:, 0]
     for row, slot in layout.keep.nonzero().tolist():

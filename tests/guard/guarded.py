@@ -190,6 +190,37 @@ def workers(folder: Path) -> dict[str, str]:
     return heard
 
 
+def autocast(folder: Path) -> tuple[str, str, tuple[str, ...]]:
+    """Warmed in autocast, as the trainer calls it: in it a worker finds everything, outside nothing."""
+    model = Product()
+    with torch.autocast("cpu", torch.bfloat16):
+        warm = warm_product(model, root=folder)
+
+    def inside() -> None:
+        warm.attach("cpu")
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x=torch.ones(3, 8))
+        out.sum().backward()
+
+    with warm:
+        return (
+            told_in_thread(inside),
+            told_in_thread(lambda: model(x=torch.ones(3, 8))),
+            warm.report.gave_up,
+        )
+
+
+def compiled_anew() -> tuple[str, bool]:
+    """The user compiles the model again while it is sealed: closing does not take that away."""
+    model = Product()
+    warm = warm_product(model)
+    model.compile(dynamic=False, backend="eager")
+    own = model._compiled_call_impl
+    heard = told(lambda: model(x=torch.ones(7, 8)))
+    warm.close()
+    return heard, model._compiled_call_impl is own
+
+
 def cuda_graphs() -> list[str]:
     """A model compiled to record CUDA graphs: fine in the thread that primed it, nowhere else."""
     model = TwoLayer()
@@ -464,7 +495,7 @@ def stressed(calls: int) -> dict[str, object]:
                         wrong.append(count)
 
         def attempt(what: Callable[[], object]) -> None:
-            while not stop.is_set():
+            while not stop.wait(0.001):  # else it keeps the interpreter from the threads that call
                 tried.append(told(what)[:17])
 
         others = [
@@ -494,6 +525,33 @@ def probed() -> tuple[bool, bool]:
     """What this torch does to the other threads while one traces."""
     effect = trace_effect()
     return effect.refuses_compiled_calls, effect.disturbs_modules
+
+
+def drafter_lengths(folder: Path) -> dict[str, str]:
+    """The DFlash drafter, warm for one length: what a longer one meets."""
+    from dflash_model.workload import dflash
+
+    workload = dflash(preset="tiny", anchors=2, attention="dense")
+    drafter = workload.build(torch.device("cpu")).eval()
+    specs = workload.specs([64], batch_sizes=[1], phases=["eval"])
+    with ensure_warm(
+        drafter, list(specs), workload=workload, store=False, root=folder, compile_options=EAGER
+    ):
+
+        def step(length: int) -> None:
+            shape = (1, length, drafter.config.context_size)
+            with torch.no_grad():
+                batch = drafter.prepare(
+                    torch.ones(1, length, dtype=torch.long),
+                    torch.ones(shape),
+                    torch.ones(1, length),
+                )
+                drafter(**batch)
+
+        return {
+            "planned": told_in_thread(lambda: step(64)),
+            "longer": told_in_thread(lambda: step(96)),
+        }
 
 
 def error_fields() -> dict[str, object]:

@@ -132,6 +132,21 @@ def test_workers_find_every_shape_and_say_why_they_would_not(
     assert heard["device"].startswith("PlanError: device 'cuda:3' is not warm, only cpu")
 
 
+def test_autocast_belongs_to_what_is_warm(fresh: Template, tmp_path: Path) -> None:
+    """Call ensure_warm in the autocast of the training; workers turn it on by themselves."""
+    inside, outside, gave_up = fresh.call(guarded.autocast, tmp_path)
+    assert inside == ""
+    assert "this thread differs in autocast" in outside
+    assert gave_up == ()
+
+
+def test_closing_keeps_what_was_compiled_anew(fresh: Template) -> None:
+    """And until then the seal holds for it too."""
+    heard, kept = fresh.call(guarded.compiled_anew)
+    assert heard.startswith("UnexpectedCompile")
+    assert kept
+
+
 def test_cuda_graphs_stay_in_one_thread(fresh: Template) -> None:
     """123177: they assert across threads; refused before, with the reason."""
     here, there = fresh.call(guarded.cuda_graphs)
@@ -250,3 +265,11 @@ def test_a_trace_waits_for_its_turn_in_the_gate(fresh: Template, tmp_path: Path)
     workers, traces = fresh.call(guarded.traced_in_the_gate, tmp_path)
     assert workers == [""] * 3
     assert traces == [""] * 20
+
+
+def test_the_drafter_names_the_length(fresh: Template, tmp_path: Path) -> None:
+    """TorchSpec's bucket comment: a length off the plan is refused by the name of its dimension."""
+    heard = fresh.call(guarded.drafter_lengths, tmp_path)
+    assert heard["planned"] == ""
+    assert "would compile Drafter.forward" in heard["longer"]
+    assert "seq_len is 96, planned is 64" in heard["longer"]
