@@ -89,11 +89,9 @@ class Crew:
             if deadline is not None and time.monotonic() > deadline:
                 self._give_up([thread.name for thread in running])
             running[0].join(GLANCE)
-        self._failure.heard = self.stopping.is_set()
-        self.check()
+        self._failure.settle()
 
     def _give_up(self, running: list[str]) -> None:
-        self._failure.heard = True
         cause = self._failure.as_error()
         raise WorkerFailed(
             f"{cause.problem}; still running after {self._patience:.0f} s: {', '.join(running)}",

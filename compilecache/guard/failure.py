@@ -14,8 +14,6 @@ class Failure:
         self.stopping = threading.Event()
         """Set once a thread has failed, or the run was told to stop."""
         self.error: BaseException | None = None
-        self.heard = False
-        """Whether the parent has been told."""
         self._worker = ""
         self._lock = threading.Lock()
 
@@ -30,6 +28,14 @@ class Failure:
         """Raises WorkerFailed, caused by the first error, once the run is stopping."""
         if self.stopping.is_set():
             raise self.as_error()
+
+    def settle(self) -> None:
+        """All threads have ended: raises as ``check`` does, and forgets, so that work can go on."""
+        try:
+            self.check()
+        finally:
+            self.error = None
+            self.stopping.clear()
 
     def as_error(self) -> WorkerFailed:
         """The first error as every other thread and the parent see it."""

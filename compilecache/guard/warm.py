@@ -163,7 +163,7 @@ class Warm:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-        if error is None and self._failure.error is not None and not self._failure.heard:
+        if error is None and self._failure.error is not None:
             raise self._failure.as_error()
 
     # -- one thread ------------------------------------------------------------------------------

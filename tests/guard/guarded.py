@@ -285,6 +285,26 @@ def _crew(model: nn.Module) -> None:
         crew.start(failing, device="cpu", name="drafter 1")
 
 
+def after_a_failure() -> tuple[str, str]:
+    """The parent has heard of a failure and goes on: evaluates, saves, starts threads anew."""
+    model = Product()
+
+    def failing() -> None:
+        raise ValueError("bad batch")
+
+    with warm_product(model) as warm:
+
+        def crew() -> None:
+            with warm.crew() as threads:
+                threads.start(failing, device="cpu")
+
+        first = told(crew)
+        with warm.crew() as threads:
+            threads.start(lambda: model(x=torch.ones(2, 8)), device="cpu")
+        model(x=torch.ones(3, 8))
+        return first, told(warm.check)
+
+
 def live_workers() -> tuple[str, str]:
     """While a worker lives: no second warm-up, and nothing compiled is dropped."""
     model = Product()

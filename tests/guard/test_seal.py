@@ -169,6 +169,13 @@ def test_a_failing_worker_stops_its_siblings_and_reaches_the_parent(fresh: Templ
     assert crewed.startswith("WorkerFailed: drafter 1 on cpu failed: UnexpectedCompile")
 
 
+def test_work_goes_on_after_a_failure_was_heard(fresh: Template) -> None:
+    """Once the crew has ended and the parent knows, planned calls work again."""
+    first, later = fresh.call(guarded.after_a_failure)
+    assert first.startswith("WorkerFailed")
+    assert later == ""
+
+
 def test_no_warm_up_and_no_reset_while_workers_live(fresh: Template) -> None:
     """Both would pull the ground from under them."""
     again, reset = fresh.call(guarded.live_workers)
