@@ -209,10 +209,14 @@ class Seal:
         if calls.tries() or attempt.code is None or not calls.can_be_made_again(attempt.code):
             return
         spec = call.spec(self.planned.workload)
-        found = nearest(spec, self.planned.specs) if spec is not None else None
-        if spec is not None and (found is None or found.differences):
-            raise calls.Again(partial(self.extend, spec, call))
-        raise calls.Again
+        if spec is None:
+            raise calls.Again
+        found = nearest(spec, self.planned.specs)
+        if found is not None and not found.differences:
+            spec = found.spec  # planned, but perhaps for other devices
+        if CompileTarget(device=call.planned.device, spec=spec) in self.planned.targets:
+            raise calls.Again
+        raise calls.Again(partial(self.extend, spec, call))
 
     def _blocked(self) -> list[int]:
         """Who waits in a step for this thread, one of autograd's own; nobody when it is none."""
