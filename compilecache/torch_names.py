@@ -61,6 +61,13 @@ def takes_recompile_limit() -> bool:
     return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
+def stance() -> str:
+    """What ``torch.compiler.set_stance`` was told last, for all threads; "default" at first."""
+    from torch._dynamo.eval_frame import _stance
+
+    return str(_stance.stance)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """How many entries torch keeps for one code object before it stops compiling."""
@@ -156,24 +163,43 @@ def _compiler_config(module: nn.Module) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
+INNER = "_compilecache_inner"
+"""Where a wrapper of ours round a compiled call keeps that call."""
+
+
 def _compiled_call(module: nn.Module) -> Any:
-    """What calling a compiled module runs."""
+    """What calling a compiled module runs, without wrappers of ours."""
     wrapped = original(module) is not module
-    return module.forward if wrapped else module._compiled_call_impl
+    call = module.forward if wrapped else module._compiled_call_impl
+    while hasattr(call, INNER):
+        call = getattr(call, INNER)
+    return call
 
 
 def carried_limit(module: nn.Module) -> int | None:
     """The recompile limit that a compiled module carries; None when torch's setting holds for it."""
+    limits = [getattr(part, "_recompile_limit", None) for part in _converters(module)]
+    return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def raise_carried_limit(module: nn.Module, limit: int) -> None:
+    """Lifts the recompile limit that a compiled module carries, if it carries one."""
+    for part in _converters(module):
+        if isinstance(getattr(part, "_recompile_limit", None), int):
+            part._recompile_limit = max(part._recompile_limit, limit)
+
+
+def _converters(module: nn.Module) -> Iterator[Any]:
+    """The objects that turn frames of a compiled module into code, from the outermost in."""
     call = _compiled_call(module)
     names = getattr(getattr(call, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(call, "__closure__", None) or (), strict=False))
     found = cells["callback"].cell_contents if "callback" in cells else None
     while found is not None:
-        limit = getattr(found, "_recompile_limit", None)
-        if isinstance(limit, int):
-            return limit
+        yield found
+        if hasattr(found, "_inner_convert"):
+            yield found._inner_convert
         found = getattr(found, "_torchdynamo_orig_backend", None)
-    return None
 
 
 def compile_again(module: nn.Module) -> None:
@@ -351,7 +377,11 @@ def missing() -> list[str]:
             "accumulated_recompile_limit",
             "fail_on_recompile_limit_hit",
         ],
-        "torch._dynamo.eval_frame": ["_debug_get_cache_entry_list", "OptimizedModule"],
+        "torch._dynamo.eval_frame": [
+            "_debug_get_cache_entry_list",
+            "OptimizedModule",
+            "_stance",
+        ],
         "torch._C._dynamo.eval_frame": [
             "set_code_exec_strategy",
             "_FrameAction",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from pydantic import JsonValue
@@ -41,6 +42,9 @@ COMMANDS_KEPT = 5
 RUNS = 3
 """Two runs settle autotuning and gradient accumulation; a third only if the second compiled."""
 
+
+_OURS: WeakSet[nn.Module] = WeakSet()
+"""Functions that this process compiled in place here."""
 
 _LEFT_BY_PROBE: dict[Path, set[str]] = {}
 """Per cache root: the libraries through which this process asked the CPU what it can."""
@@ -114,15 +118,18 @@ class TraceEngine:
         total = needed + self._spare + torch_names.entries_of(inner)
         compiled = torch_names.is_compiled(function)
         carried = torch_names.takes_recompile_limit() and not compiled
-        self._assert_budget(function, needed)
+        self._assert_budget(function, needed, total)
         torch_names.raise_limits(torch_names.Limits(per_code=0 if carried else total, in_all=total))
         torch_names.compile_again(inner)
         if not compiled:
             limit = {"recompile_limit": total} if carried else {}
             torch_names.compile_in_place(function, dynamic=False, **limit, **self._options)
+            _OURS.add(function)
 
-    def _assert_budget(self, function: nn.Module, needed: int) -> None:
-        """A limit that the caller gave to ``torch.compile`` cannot be lifted."""
+    def _assert_budget(self, function: nn.Module, needed: int, total: int) -> None:
+        """A limit that the caller gave to ``torch.compile`` is kept; one of ours grows."""
+        if function in _OURS:
+            torch_names.raise_carried_limit(function, total)
         limit = torch_names.carried_limit(function) if torch_names.is_compiled(function) else None
         if limit is not None and needed > limit:
             name = type(torch_names.original(function)).__name__

@@ -111,12 +111,14 @@ def announced(planned: PlannedFunction, failure: Failure, gate: Gate | None) -> 
     """Until the context ends, calls of the function are known, stop with the run, pass the gate."""
     holder, name = _slot(planned.function)
     compiled = holder[name]
-    announcing = _announcing(planned, compiled, failure, gate)
+    ended = threading.Event()
+    announcing = _announcing(planned, compiled, failure, gate, ended)
     holder[name] = announcing
     try:
         yield
     finally:
-        if holder.get(name) is announcing:  # somebody may have compiled it anew
+        ended.set()
+        if holder.get(name) is announcing:  # else somebody compiled it anew, or sealed it again
             holder[name] = compiled
 
 
@@ -127,12 +129,18 @@ def _slot(function: nn.Module) -> tuple[dict[str, Any], str]:
 
 
 def _announcing(
-    planned: PlannedFunction, compiled: Callable[..., Any], failure: Failure, gate: Gate | None
+    planned: PlannedFunction,
+    compiled: Callable[..., Any],
+    failure: Failure,
+    gate: Gate | None,
+    ended: threading.Event,
 ) -> Callable[..., Any]:
     stopping = failure.stopping
     inner = compiled if gate is None else _gated(compiled, gate, planned.device)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if ended.is_set():
+            return compiled(*args, **kwargs)
         if stopping.is_set():
             failure.check()
         before = _current.call
@@ -145,6 +153,7 @@ def _announcing(
             _current.call = before
 
     vars(call).update(vars(compiled))  # what Dynamo looks for when it meets the call in a trace
+    vars(call)[torch_names.INNER] = compiled
     return call
 
 

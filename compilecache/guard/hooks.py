@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from compilecache import torch_names
 from compilecache.guard import calls
 from compilecache.guard.attempt import Attempt
 
@@ -333,6 +334,7 @@ class ThreadState:
         with torch.enable_grad():
             self._guard = GlobalStateGuard()
         self._settings = _settings()
+        self._stance = torch_names.stance()
         self._autocasts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
             for kind in ("cpu", "cuda")
@@ -365,7 +367,9 @@ class ThreadState:
         """What would make a compiled call miss in this thread as it is; empty when nothing would."""
         with torch.enable_grad():
             fits = self._guard.check()
-            return [] if fits else self._guard.reason().split()
+            found = [] if fits else self._guard.reason().split()
+        stance = torch_names.stance()
+        return found if stance == self._stance else [*found, f"stance ({stance})"]
 
 
 @cache

@@ -328,6 +328,27 @@ def two_warm_ups() -> tuple[str, str, str]:
     return own, refused, told(lambda: second(x=torch.ones(5, 8)))
 
 
+def warmed_twice() -> tuple[list[str], int]:
+    """One model, warm for twelve shapes and then for twelve more, the first still open."""
+    model = Product()
+    heard = []
+    first = warm_product(model, list(range(2, 14)))
+    second = warm_product(model, list(range(14, 26)))
+    heard.append(told(lambda: [model(x=torch.ones(n, 8)) for n in (3, 20)]))
+    first.close()
+    heard.append(told(lambda: [model(x=torch.ones(n, 8)) for n in (3, 20)]))
+    heard.append(told(lambda: model(x=torch.ones(40, 8))))
+    second.close()
+    heard.append(told(lambda: model(x=torch.ones(40, 8))))
+    return heard, torch_names.entries_of(model)
+
+
+def stance() -> str:
+    """Somebody told torch to run everything eagerly."""
+    with warm_product(Product()) as warm, torch.compiler.set_stance("force_eager"):
+        return told_in_thread(lambda: warm.attach("cpu"))
+
+
 def dropped_entries() -> str:
     """Somebody compiled the model anew behind our back: the next worker says so."""
     model = Product()

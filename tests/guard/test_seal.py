@@ -191,6 +191,20 @@ def test_two_models_can_be_warm_at_once(fresh: Template) -> None:
     assert later == ""
 
 
+def test_one_model_can_be_warmed_twice(fresh: Template) -> None:
+    """The limit that travels grows; closing in any order takes only its own seal away."""
+    heard, entries = fresh.call(guarded.warmed_twice)
+    assert heard[:2] == ["", ""]
+    assert heard[2].startswith("UnexpectedCompile")
+    assert heard[3] == ""
+    assert entries == 49
+
+
+def test_a_stance_that_runs_everything_eagerly_is_noticed(fresh: Template) -> None:
+    """``set_stance`` is process-wide and silent; a worker says so."""
+    assert "stance (force_eager)" in fresh.call(guarded.stance)
+
+
 def test_entries_that_are_gone_are_noticed_before_the_first_step(fresh: Template) -> None:
     """A worker checks that its device's entries are still there."""
     heard = fresh.call(guarded.dropped_entries)
