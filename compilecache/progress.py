@@ -49,8 +49,11 @@ class LogProgress:
         self._line(f"{count} targets")
 
     def doing(self, phase: str, what: str) -> None:
-        number = f"[{self._ended + 1}/{self._count}] " if phase in OF_A_TARGET else ""
-        self._line(f"{number}{phase} {what}")
+        if phase in OF_A_TARGET and self._ended == self._count:
+            what = f"{what}, another replica"
+        elif phase in OF_A_TARGET:
+            phase = f"[{self._ended + 1}/{self._count}] {phase}"
+        self._line(f"{phase} {what}")
 
     def done(self, row: TargetReport) -> None:
         self._ended += 1

@@ -148,6 +148,9 @@ class Seal:
             attempt = replace(attempt, function=call.planned.words)
         if call is None:
             return self._error(attempt, f"It is in no plan{self._reasons(attempt)}", _OTHER_STEP)
+        if attempt.code not in call.planned.codes:
+            detail = f"It runs inside '{call.planned.name}' and did not when that was warmed"
+            return self._error(attempt, f"{detail}{self._reasons(attempt)}", _INSIDE_STEP)
         spec = call.spec(self.planned.workload)
         found = nearest(spec, self.planned.specs) if spec is not None else None
         if spec is None or found is None:
@@ -248,5 +251,6 @@ _BACKWARD_STEP = "Let the workload's step call backward() in phase train, and wa
 _OTHER_STEP = (
     "Run it once before ensure_warm, give it a plan of its own, or pass on_miss='serialize'"
 )
+_INSIDE_STEP = "Register hooks and change what the model calls before ensure_warm, not after"
 _PLAN_STEP = "Add the call to the plan and warm again, or pass on_miss='serialize'"
 _PAD_STEP = "Pad the batch to a planned shape (PlannedCollate), or add this one to the plan"

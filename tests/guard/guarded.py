@@ -210,6 +210,14 @@ def autocast(folder: Path) -> tuple[str, str, tuple[str, ...]]:
         )
 
 
+def hooked_later() -> str:
+    """A forward hook that was not there when the model was warmed."""
+    model = Product()
+    with warm_product(model):
+        model.register_forward_pre_hook(lambda module, arguments: None)
+        return told(lambda: model(x=torch.ones(3, 8)))
+
+
 def compiled_anew() -> tuple[str, bool]:
     """The user compiles the model again while it is sealed: closing does not take that away."""
     model = Product()

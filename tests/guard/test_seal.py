@@ -140,6 +140,13 @@ def test_autocast_belongs_to_what_is_warm(fresh: Template, tmp_path: Path) -> No
     assert gave_up == ()
 
 
+def test_a_hook_registered_later_is_named(fresh: Template) -> None:
+    """torch would compile it; the message says that it is new, not that a shape is."""
+    heard = fresh.call(guarded.hooked_later)
+    assert heard.startswith("UnexpectedCompile")
+    assert "runs inside 'forward' and did not when that was warmed" in heard
+
+
 def test_closing_keeps_what_was_compiled_anew(fresh: Template) -> None:
     """And until then the seal holds for it too."""
     heard, kept = fresh.call(guarded.compiled_anew)
