@@ -155,7 +155,7 @@ def _hears_compile(original: Callable[..., Any]) -> Callable[..., Any]:
             or not convert_frame.has_tensor_in_frame(frame)
         ):
             return original(self, frame, *rest)
-        if (entry := _overlooked(frame)) is not None:
+        if (entry := _overlooked(frame, self)) is not None:
             return _use(entry, frame)
         with _asked(_attempt_of(frame, self)):
             return original(self, frame, *rest)
@@ -163,16 +163,18 @@ def _hears_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     return convert
 
 
-def _overlooked(frame: FrameType) -> Any:
+def _overlooked(frame: FrameType, callback: Any) -> Any:
     """An entry that fits the frame although torch found none.
 
     torch walks the list of entries and moves the one it finds to the front; the walk lets other
     threads run in between, so with several shapes in several threads it can miss the one it needs.
     """
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend
 
+    backend = innermost_backend(callback)
     for entry in _debug_get_cache_entry_list(frame.f_code):
-        if entry.guard_manager.check(frame.f_locals):
+        shared = getattr(entry, "isolate_recompiles_id", -1) == -1
+        if shared and entry.backend == backend and entry.guard_manager.check(frame.f_locals):
             return entry
     return None
 

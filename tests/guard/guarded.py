@@ -210,6 +210,26 @@ def autocast(folder: Path) -> tuple[str, str, tuple[str, ...]]:
         )
 
 
+def another_backend() -> tuple[str, int]:
+    """A module of the same class, compiled by another backend, is warm for a shape; ours is not."""
+    other, model, ran = Product(), Product(), []
+
+    def backend(graph: torch.fx.GraphModule, _examples: object) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            ran.append(1)
+            return graph(*arguments)
+
+        return run
+
+    other.compile(backend=backend, dynamic=False)
+    other(x=torch.ones(9, 8))
+    before = len(ran)
+    with warm_product(model):
+        heard = told(lambda: model(x=torch.ones(9, 8)))
+        other(x=torch.ones(9, 8))
+    return heard, len(ran) - before
+
+
 def hooked_later() -> str:
     """A forward hook that was not there when the model was warmed."""
     model = Product()

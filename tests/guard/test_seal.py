@@ -140,6 +140,13 @@ def test_autocast_belongs_to_what_is_warm(fresh: Template, tmp_path: Path) -> No
     assert gave_up == ()
 
 
+def test_an_entry_of_another_backend_is_none(fresh: Template) -> None:
+    """Entries are shared by all modules of a class; which backend made them counts."""
+    heard, ran = fresh.call(guarded.another_backend)
+    assert "x.shape[0] is 9, planned is 3" in heard
+    assert ran == 1
+
+
 def test_a_hook_registered_later_is_named(fresh: Template) -> None:
     """torch would compile it; the message says that it is new, not that a shape is."""
     heard = fresh.call(guarded.hooked_later)
