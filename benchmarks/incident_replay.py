@@ -8,7 +8,8 @@ d  ours     one process warms alone and publishes; the cache is deleted; another
             both train in threads, in turn: a target thread and a drafter thread per replica
 The first round over all lengths counts neither for tokens/s nor for memory. A compilation is
 concurrent when it began while another thread was compiling or waiting to. Exits with 1 when a
-control does not fail, since the replay proves nothing then, or when ours does.
+control does not fail, since the replay proves nothing then, or when ours does. On several GPUs a
+must meet torch's own error; elsewhere, and for b, compiling at once counts as failing too.
 Usage: incident_replay.py [--device cpu|cuda] [--preset tiny|qwen3-4b] [--seq-lens 128,256]
 [--only a,c] [--json]
 """
