@@ -355,7 +355,7 @@ def default_root() -> str:
     for name in ("COMPILECACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):
         if os.environ.get(name):
             return os.environ[name]
-    from compilecache.torch_names import default_cache_dir
+    from compilecache.inductor_names import default_cache_dir
 
     return default_cache_dir()
 

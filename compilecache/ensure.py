@@ -24,6 +24,7 @@ from compilecache.examples import ExampleWorkload, specs_of_examples
 from compilecache.guard.calls import PlannedFunction
 from compilecache.guard.found import find_in_threads
 from compilecache.guard.seal import OnMiss, Planned
+from compilecache.guard.state import ThreadState
 from compilecache.guard.warm import Warm, alone
 from compilecache.pipeline import Job, warm
 from compilecache.progress import BarProgress, LogProgress, Progress
@@ -167,28 +168,23 @@ class _Request:
         return _Ready(report.model_copy(update={"gave_up": gave_up}), cache, opened)
 
     def seal(self, ready: _Ready, gate_timeout: float) -> Warm:
-        """Seals the process, and lets a thread per device find everything once."""
+        """Lets a thread per replica find everything once, then seals the process."""
         failed = frozenset(row.key for row in ready.report.targets if row.status == "failed")
         planned = Planned(self.workload, self._job(ready.cache, ready.store).targets, failed)
-        sealed = Warm(
-            ready.report,
+        engine = TraceEngine(self.workload, ready.cache, self.plan.compile_options)
+        state = ThreadState()
+        problems = find_in_threads(planned, self.replicas, engine, state, self.strict)
+        gave_up = (*ready.report.gave_up, *problems)
+        return Warm(
+            ready.report.model_copy(update={"gave_up": gave_up}),
             self.plan,
             planned,
             [function for replica in self.replicas for function in self._functions(replica)],
+            state,
             on_miss=self.on_miss,
             gate_timeout=gate_timeout,
             extend=partial(self._extend, ready),
         )
-        engine = TraceEngine(self.workload, ready.cache, self.plan.compile_options)
-        try:
-            problems = find_in_threads(planned, self.replicas, engine, sealed.state, self.strict)
-        except BaseException:
-            sealed.close()
-            raise
-        if problems:
-            kept = (*ready.report.gave_up, *problems)
-            sealed.report = ready.report.model_copy(update={"gave_up": kept})
-        return sealed
 
     def _functions(self, replica: Replica) -> Iterator[PlannedFunction]:
         names = {spec.function for spec in self.plan.specs}

@@ -20,6 +20,7 @@ from pydantic import JsonValue
 from compilecache.arguments import leaves, rebuild
 from compilecache.errors import PlanError
 from compilecache.shapes import Argument, InputSpec, Phase, TensorSpec
+from compilecache.tensors import Maker, contiguous, dtype_named
 from compilecache.workload import Workload
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     Example = Mapping[str, object] | tuple[object, ...] | torch.Tensor
-
-SEED = 0
-"""Of the generator that fills floating inputs; the global one is never touched."""
 
 
 class ExampleWorkload(Workload):
@@ -62,7 +60,7 @@ class ExampleWorkload(Workload):
         """Raises PlanError when the spec holds no example, or one that cannot be realised."""
         for name, value in _arguments(spec).items():
             if isinstance(value, TensorSpec):
-                _dtype(value.dtype, f"argument '{name}'")
+                dtype_named(value.dtype, f"argument '{name}'")
             elif isinstance(value, dict) and "shape" in value:
                 raise PlanError(
                     f"argument '{name}' looks like a tensor but is not one: {value}",
@@ -105,7 +103,7 @@ class ExampleWorkload(Workload):
         self.check(spec)
         arguments = _arguments(spec)
         given = self._given.get(_key(arguments), {})
-        maker = _Maker(device)
+        maker = Maker(device)
         made: dict[str, object] = {}
         for name, value in arguments.items():
             if isinstance(value, TensorSpec):
@@ -273,21 +271,13 @@ def _tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
             field=name,
         )
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    plain = tensor.numel() == 0 or stride == _contiguous(shape)
+    plain = tensor.numel() == 0 or stride == contiguous(shape)
     return TensorSpec(
         shape=shape,
         dtype=str(tensor.dtype).removeprefix("torch."),
         stride=None if plain else stride,
         requires_grad=tensor.requires_grad,
     )
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _floating_dtype(module: nn.Module | None, arguments: Mapping[str, object]) -> str:
@@ -336,68 +326,3 @@ def _key(example: Mapping[str, Argument]) -> str:
         for name, value in example.items()
     }
     return json.dumps(plain, sort_keys=True)
-
-
-def _dtype(name: str, where: str) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    known = [key for key, value in vars(torch).items() if isinstance(value, torch.dtype)]
-    near = get_close_matches(name, known, n=1)
-    raise PlanError(
-        f"{where} has an unknown dtype '{name}'",
-        next_step=f"Did you mean '{near[0]}'" if near else "Use torch's name, such as bfloat16",
-        field="dtype",
-    )
-
-
-class _Maker:
-    """Makes the tensors of one step, from one generator."""
-
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        self._device = device
-        self._generator = torch.Generator("cpu" if device.type == "meta" else device)
-        self._generator.manual_seed(SEED)
-
-    def tensor(self, name: str, spec: TensorSpec, given: object) -> torch.Tensor:
-        import torch
-
-        dtype = _dtype(spec.dtype, f"argument '{name}'")
-        stride = _contiguous(spec.shape) if spec.stride is None else spec.stride
-        with torch.no_grad():
-            made = torch.empty_strided(spec.shape, stride, dtype=dtype, device=self._device)
-            # Over the storage, not the tensor: an expanded tensor cannot be written to.
-            storage = made.as_strided((_extent(spec.shape, stride),), (1,))
-            if isinstance(given, torch.Tensor) and _holds_data(given):
-                storage.copy_(given.as_strided(storage.shape, (1,), given.storage_offset()))
-            else:
-                self._fill(storage, name)
-        return made.requires_grad_(spec.requires_grad)
-
-    def _fill(self, storage: torch.Tensor, name: str) -> None:
-        import torch
-
-        if storage.is_meta:
-            return
-        if storage.is_floating_point() or storage.is_complex():
-            # The 8-bit floats have no normal_ of their own.
-            wide = torch.float32 if storage.dtype.itemsize == 1 else storage.dtype
-            noise = torch.empty(storage.shape, dtype=wide, device=self._device)
-            storage.copy_(noise.normal_(generator=self._generator))
-        else:
-            storage.fill_(storage.dtype is torch.bool or name.endswith("mask"))
-
-
-def _holds_data(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and not hasattr(tensor, "fake_mode")
-
-
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements of storage that a tensor spans."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

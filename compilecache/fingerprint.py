@@ -185,7 +185,7 @@ def _driver() -> str:
 def _settings() -> dict[str, str]:
     import torch
 
-    from compilecache.torch_names import inductor_settings
+    from compilecache import inductor_names
 
     environment = {
         f"env.{name}": value
@@ -194,7 +194,7 @@ def _settings() -> dict[str, str]:
     }
     return {
         **environment,
-        **{f"inductor.{name}": value for name, value in inductor_settings().items()},
+        **{f"inductor.{name}": value for name, value in inductor_names.settings().items()},
         "default_dtype": str(torch.get_default_dtype()),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),

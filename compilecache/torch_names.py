@@ -1,19 +1,16 @@
-"""Every private torch name of the compile path, in one place, each behind a probe.
+"""Every private name of Dynamo that compiling needs, in one place, each behind a probe.
 
 ``missing()`` lists what this torch does not have; a test fails readably when that list is not
-empty. Nothing here compares version numbers.
+empty. Nothing here compares version numbers. Those of Inductor stand in ``inductor_names``.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -216,15 +213,6 @@ def compile_again(module: nn.Module) -> None:
 
 
 @contextmanager
-def compiling_in_process() -> Iterator[None]:
-    """Any code generation happens in this process, where it is seen; no worker pool is started."""
-    import torch._inductor.config as config
-
-    with config.patch(compile_threads=1):
-        yield
-
-
-@contextmanager
 def failing_at_limit() -> Iterator[None]:
     """Past the recompile limit torch raises instead of running the slow path in silence."""
     import torch._dynamo.config as config
@@ -245,87 +233,6 @@ def is_limit_error(error: BaseException) -> bool:
     return False
 
 
-def inductor_settings() -> dict[str, str]:
-    """The settings of Inductor that enter its cache key and differ from torch's defaults."""
-    import torch._inductor.config as config
-
-    # Not _is_default: it calls a setting changed once torch itself has patched it and set it back.
-    defaults = config._config  # type: ignore[attr-defined]
-    return {
-        name: repr(value)
-        for name, value in sorted(config.save_config_portable().items())
-        if name in defaults and value != defaults[name].default
-    }
-
-
-def bundles_triton() -> bool:
-    """Whether Triton's binaries travel inside the FX-graph entries."""
-    import torch._inductor.config as config
-
-    value = config.bundle_triton_into_fx_graph_cache
-    return value is None or bool(value)
-
-
-def settle_ptxas() -> None:
-    """Lets Triton use the same ptxas in this process as in Inductor's compile workers, from now on.
-
-    Triton's key of a kernel holds the version of ptxas. Workers take the one that torch brings along
-    at once, a process that only loads takes it late or never: it would look for kernels of the
-    other version, and compile those it has to look up.
-    """
-    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
-
-    before = os.environ.get("TRITON_PTXAS_PATH")
-    _set_triton_ptxas_path()
-    if os.environ.get("TRITON_PTXAS_PATH") == before:
-        return
-    try:
-        compiler = importlib.import_module("triton.backends.nvidia.compiler")
-    except ImportError:
-        return
-    for answered in (compiler.get_ptxas_version, compiler.CUDABackend.hash):
-        getattr(answered, "cache_clear", int)()
-
-
-@contextmanager
-def noting_bundled(kernels: set[str]) -> Iterator[None]:
-    """Collects the names of kernel folders that FX-graph entries carry, written or read meanwhile."""
-    from torch._inductor.triton_bundler import TritonBundle, TritonBundler
-
-    def note(bundle: TritonBundle) -> None:
-        kernels.update(kernel.kernel_hash for kernel in bundle.kernel_artifacts)
-
-    collect, emit = vars(TritonBundler)["collect"], vars(TritonBundler)["read_and_emit"]
-
-    def collecting(cls: type[TritonBundler]) -> Any:
-        collected = collect.__get__(None, cls)()
-        note(collected[0])
-        return collected
-
-    def emitting(bundle: TritonBundle) -> Any:
-        note(bundle)
-        return emit.__get__(None, TritonBundler)(bundle)
-
-    setattr(TritonBundler, "collect", classmethod(collecting))  # noqa: B010
-    setattr(TritonBundler, "read_and_emit", staticmethod(emitting))  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(TritonBundler, "collect", collect)  # noqa: B010
-        setattr(TritonBundler, "read_and_emit", emit)  # noqa: B010
-
-
-def default_cache_dir() -> str:
-    """Where Inductor would put its cache if nobody says otherwise."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir as directory
-
-    try:
-        return directory()
-    except (KeyError, OSError):
-        # 140765: older torch wants a passwd entry for the user; newer names the folder so.
-        return str(Path(tempfile.gettempdir(), f"torchinductor_uid_{os.getuid()}"))
-
-
 @contextmanager
 def on_compile(callback: Callable[[str], None]) -> Iterator[None]:
     """Calls back with the kind of every compilation that starts, in any thread."""
@@ -342,85 +249,47 @@ def on_compile(callback: Callable[[str], None]) -> Iterator[None]:
             callback_handler.remove_start_callback(started)
 
 
-def forget_loaded() -> None:
-    """Drops Inductor's memory of loaded libraries, so that a target shows every file it needs.
-
-    Functions that are loaded stay loaded; the next one just opens its files again.
-    """
-    from torch._inductor.utils import clear_caches
-
-    clear_caches()
-
-
-def probe_vector_sets() -> None:
-    """Lets Inductor find out the CPU's vector instructions now, whether or not it has before.
-
-    It does so by compiling small libraries into the cache root, once per process.
-    """
-    from torch._inductor import cpu_vec_isa
-
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    for kind in {kind for isa in cpu_vec_isa.supported_vec_isa_list for kind in type(isa).__mro__}:
-        for answer in ("_VecISA__bool__impl", "__bool__"):
-            getattr(vars(kind).get(answer), "cache_clear", int)()
-    for isa in cpu_vec_isa.supported_vec_isa_list:
-        vars(isa).clear()  # what an earlier answer added to its flags
-    cpu_vec_isa.pick_vec_isa()
-
-
 def missing() -> list[str]:
     """Names used here that this torch does not have; each as an import path."""
-    names = {
-        "torch._dynamo.utils": ["counters"],
-        "torch._dynamo.config": [
-            "recompile_limit",
-            "accumulated_recompile_limit",
-            "fail_on_recompile_limit_hit",
-        ],
-        "torch._dynamo.eval_frame": [
-            "_debug_get_cache_entry_list",
-            "OptimizedModule",
-            "_stance",
-        ],
-        "torch._C._dynamo.eval_frame": [
-            "set_code_exec_strategy",
-            "_FrameAction",
-            "_FrameExecStrategy",
-        ],
-        "torch._dynamo.exc": ["FailOnRecompileLimitHit"],
-        "torch._dynamo.external_utils": ["wrap_inline"],
-        "torch._dynamo.trace_rules": ["check"],
-        "torch._dynamo.callback": ["callback_handler"],
-        "torch._inductor.config": [
-            "compile_threads",
-            "save_config_portable",
-            "_config",
-            "bundle_triton_into_fx_graph_cache",
-        ],
-        "torch._inductor.runtime.cache_dir_utils": ["default_cache_dir"],
-        "torch._inductor.runtime.compile_tasks": ["_set_triton_ptxas_path"],
-        "torch._inductor.triton_bundler": ["TritonBundler"],
-        "torch._inductor.utils": ["clear_caches"],
-        "torch._inductor.cpu_vec_isa": [
-            "valid_vec_isa_list",
-            "supported_vec_isa_list",
-            "pick_vec_isa",
-        ],
-        "torch.nn.Module": ["_compiled_call_impl", "_call_impl"],
-    }
+    return absent(
+        {
+            "torch._dynamo.utils": ["counters"],
+            "torch._dynamo.config": [
+                "recompile_limit",
+                "accumulated_recompile_limit",
+                "fail_on_recompile_limit_hit",
+            ],
+            "torch._dynamo.eval_frame": [
+                "_debug_get_cache_entry_list",
+                "OptimizedModule",
+                "_stance",
+            ],
+            "torch._C._dynamo.eval_frame": [
+                "set_code_exec_strategy",
+                "_FrameAction",
+                "_FrameExecStrategy",
+            ],
+            "torch._dynamo.exc": ["FailOnRecompileLimitHit"],
+            "torch._dynamo.external_utils": ["wrap_inline"],
+            "torch._dynamo.trace_rules": ["check"],
+            "torch._dynamo.callback": ["callback_handler"],
+            "torch.nn.modules.module": ["Module._compiled_call_impl", "Module._call_impl"],
+        }
+    )
+
+
+def absent(places: Mapping[str, Sequence[str]]) -> list[str]:
+    """Those of a list of names, module by module, that this torch does not have."""
     return [
-        f"{path}.{name}"
-        for path, wanted in names.items()
-        for name in wanted
-        if not _has(path, name)
+        f"{path}.{name}" for path, names in places.items() for name in names if not _has(path, name)
     ]
 
 
 def _has(path: str, name: str) -> bool:
-    if path == "torch.nn.Module":
-        return hasattr(nn.Module, name)
     try:
-        module = __import__(path, fromlist=[name])
-    except ImportError:
+        found: Any = importlib.import_module(path)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
         return False
-    return hasattr(module, name)
+    return True

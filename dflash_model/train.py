@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from compilecache.cli import DONE, FAULT, exit_code
+from compilecache.cli import DONE, FAULT, exit_code, fail, words_of
 from compilecache.errors import CompileCacheError, WorkerFailed
 
 if TYPE_CHECKING:
@@ -30,18 +30,11 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     try:
         print(train(options).json())
     except CompileCacheError as error:
-        _fail(_words_of(error), exit_code(_origin(error)), error)
+        fail(_words_of(error), exit_code(_origin(error)), error)
     except KeyboardInterrupt:
-        _fail("interrupted; go on from the last checkpoint with --resume", 130)
-    except OSError as error:
-        _fail(f"{error.strerror or error}: {error.filename or 'no file named'}", FAULT, error)
+        fail("interrupted; go on from the last checkpoint with --resume", 130)
     except Exception as error:
-        _fail(
-            f"unexpected {type(error).__name__}: {error}. Set COMPILECACHE_DEBUG=1 to see where, "
-            "and please report it",
-            FAULT,
-            error,
-        )
+        fail(words_of(error), FAULT, error)
     sys.exit(DONE)
 
 
@@ -213,13 +206,6 @@ def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:
     # os.write: the signal may have come while standard error was being written to.
     os.write(2, b"error: terminated; go on from the last checkpoint with --resume\n")
     raise SystemExit(128 + signal.SIGTERM)
-
-
-def _fail(text: str, code: int, error: BaseException | None = None) -> NoReturn:
-    if error is not None and os.environ.get("COMPILECACHE_DEBUG"):
-        raise error
-    print(f"error: {text}", file=sys.stderr)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

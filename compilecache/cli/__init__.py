@@ -76,24 +76,17 @@ def run_group(commands: click.Group) -> NoReturn:
     try:
         code = commands.main(standalone_mode=False)
     except CompileCacheError as error:
-        _fail(str(error), exit_code(error), error)
+        fail(str(error), exit_code(error), error)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; finished targets are kept, run the same command again", 130)
+        fail("interrupted; finished targets are kept, run the same command again", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(DONE)
-    except OSError as error:
-        _fail(f"{error.strerror or error}: {error.filename or 'no file named'}", FAULT, error)
     except Exception as error:
-        _fail(
-            f"unexpected {type(error).__name__}: {error}. Set COMPILECACHE_DEBUG=1 to see where, "
-            "and please report it",
-            FAULT,
-            error,
-        )
+        fail(words_of(error), FAULT, error)
     sys.exit(code if isinstance(code, int) else DONE)
 
 
@@ -103,7 +96,18 @@ def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def _fail(text: str, code: int, error: BaseException | None = None) -> NoReturn:
+def words_of(error: Exception) -> str:
+    """What a person reads of an error that is none of the library's own."""
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}: {error.filename or 'no file named'}"
+    return (
+        f"unexpected {type(error).__name__}: {error}. Set COMPILECACHE_DEBUG=1 to see where, "
+        "and please report it"
+    )
+
+
+def fail(text: str, code: int, error: BaseException | None = None) -> NoReturn:
+    """Leaves with one line on standard error; with COMPILECACHE_DEBUG set, with the traceback."""
     if error is not None and os.environ.get("COMPILECACHE_DEBUG"):
         raise error
     print(f"error: {text}", file=sys.stderr)

@@ -17,7 +17,7 @@ import torch
 from pydantic import JsonValue
 from torch import nn
 
-from compilecache import torch_names
+from compilecache import inductor_names, torch_names
 from compilecache.cachedir import CacheDir
 from compilecache.contents import libraries, travels
 from compilecache.errors import (
@@ -150,17 +150,17 @@ class TraceEngine:
         """
         device = torch.device(target.device)
         if device.type == "cuda":
-            torch_names.settle_ptxas()
+            inductor_names.settle_ptxas()
         before = self._cache.files()
         with ExitStack() as stack:
             stack.enter_context(_on(device))
             stack.enter_context(preserving(torch_names.original(module), device))
             stack.enter_context(torch_names.failing_at_limit())
             if expect_warm:
-                stack.enter_context(torch_names.compiling_in_process())
+                stack.enter_context(inductor_names.compiling_in_process())
             else:
-                torch_names.forget_loaded()
-            stack.enter_context(torch_names.noting_bundled(self._bundled))
+                inductor_names.forget_loaded()
+            stack.enter_context(inductor_names.noting_bundled(self._bundled))
             seen = stack.enter_context(watching(self._cache.root))
             self._probe_cpu(device, seen)
             counted, seconds = self._settle(target, module, device)
@@ -184,7 +184,7 @@ class TraceEngine:
             return
         left, files = _LEFT_BY_PROBE.get(self._cache.root, set()), self._cache.files()
         if not left or not left <= files:
-            torch_names.probe_vector_sets()
+            inductor_names.probe_vector_sets()
             left = libraries(seen.used, self._cache.files())
             _LEFT_BY_PROBE[self._cache.root] = left
         self._common |= left
@@ -229,7 +229,7 @@ class TraceEngine:
         peak: int | None,
     ) -> Run:
         kernels = looked_up(seen.used, self._bundled)
-        if not torch_names.bundles_triton():
+        if not inductor_names.bundles_triton():
             kernels |= {kernel_folder(path) for path in after if path.startswith(f"{FOLDER}/")}
         foreign = {path for path in after - before if travels(path, kernels)}
         stubs = {path for path in after if is_stub(path)}

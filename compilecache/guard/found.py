@@ -11,8 +11,8 @@ from compilecache.engines.trace import Replica, TraceEngine
 from compilecache.errors import CompileCacheError, UnexpectedCompile
 from compilecache.guard import hooks
 from compilecache.guard.attempt import Attempt
-from compilecache.guard.hooks import ThreadState
 from compilecache.guard.seal import Planned
+from compilecache.guard.state import ThreadState
 
 
 def find_in_threads(

@@ -12,14 +12,14 @@ from typing import Literal
 
 import torch
 
-from compilecache import torch_names
+from compilecache import inductor_names, torch_names
 from compilecache.errors import RecompileBudgetExceeded, UnexpectedCompile
 from compilecache.guard import calls, hooks
 from compilecache.guard.attempt import Attempt, Kind
 from compilecache.guard.calls import Call, PlannedFunction
 from compilecache.guard.gate import Gate
-from compilecache.guard.hooks import ThreadState
 from compilecache.guard.nearest import nearest
+from compilecache.guard.state import ThreadState
 from compilecache.shapes import CompileTarget, InputSpec
 from compilecache.workload import Workload
 
@@ -198,7 +198,7 @@ class Seal:
             if attempt.kind == "backward":
                 # On a thread of autograd's own. In a call the settings stay those of that call.
                 stack.enter_context(self.state.adopt())
-            stack.enter_context(torch_names.compiling_in_process())
+            stack.enter_context(inductor_names.compiling_in_process())
             stack.enter_context(torch_names.failing_at_limit())
             stack.enter_context(_naming_the_limit())
             yield

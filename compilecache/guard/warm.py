@@ -18,9 +18,9 @@ from compilecache.guard.calls import Call, PlannedFunction, announced
 from compilecache.guard.crew import Crew
 from compilecache.guard.failure import Failure
 from compilecache.guard.gate import Gate
-from compilecache.guard.hooks import ThreadState
 from compilecache.guard.probe import TraceEffect, trace_effect
 from compilecache.guard.seal import OnMiss, Planned, Seal
+from compilecache.guard.state import ThreadState
 from compilecache.report import Report
 from compilecache.shapes import CompileTarget, InputSpec, ShapePlan
 
@@ -39,6 +39,7 @@ class Warm:
         plan: ShapePlan,
         planned: Planned,
         functions: Sequence[PlannedFunction],
+        state: ThreadState,
         *,
         on_miss: OnMiss = "error",
         gate_timeout: float = 600.0,
@@ -54,8 +55,7 @@ class Warm:
         self._extend = extend
         self._failure = Failure()
         self._gate = Gate(gate_timeout, self._failure.check)
-        self.state = ThreadState()
-        """What torch sees of the thread that primed, besides arguments."""
+        self._state = state
         self._entries = [self._entries_of(function) for function in self._functions]
         self._home = threading.get_ident()
         self._here = threading.local()
@@ -65,7 +65,7 @@ class Warm:
         self._seal = Seal(
             planned,
             on_miss,
-            self.state,
+            self._state,
             self._gate,
             self._extend_to,
             self._working,
@@ -182,7 +182,7 @@ class Warm:
             torch.cuda.set_device(device)
             # A thread that only loads from a warm cache may never have made a context (triton#3729).
             torch.empty(1, device=device)
-        stack.enter_context(self.state.adopt())
+        stack.enter_context(self._state.adopt())
         self._here.device = device
         if problem := self._unfit(device):
             if self._seal.on_miss == "error":
@@ -205,8 +205,8 @@ class Warm:
     def _unfit(self, device: str) -> UnexpectedCompile | None:
         """Why a thread would not find every planned target of the device; None when it would."""
         thread = threading.current_thread().name
-        with self.state.autocast():
-            differs = self.state.differences()
+        with self._state.autocast():
+            differs = self._state.differences()
         if differs:
             return UnexpectedCompile(
                 f"thread {thread} would compile everything again: its {', '.join(differs)} "
@@ -239,8 +239,7 @@ class Warm:
     def _extend_to(self, spec: InputSpec, call: Call) -> None:
         """Warms and publishes a spec that was not planned; the process is this thread's alone."""
         target = CompileTarget(device=call.planned.device, spec=spec)
-        known = {*self._seal.planned.targets}
-        if self._extend is None or target in known or self.state.differences():
+        if self._extend is None or self._state.differences():
             return
         try:
             with hooks.permitted():

@@ -210,6 +210,19 @@ def autocast(folder: Path) -> tuple[str, str, tuple[str, ...]]:
         )
 
 
+def lost_in_threads(folder: Path) -> tuple[tuple[str, ...], int, str]:
+    """Warmed inside a mode that only this thread has: no other thread would find anything."""
+    with torch.device("cpu"):
+        warm = warm_product(Product(), [3], root=folder, on_miss="serialize")
+        with warm:
+            counted = warm.compiles_after_prime + warm.refused
+            return (
+                warm.report.gave_up,
+                counted,
+                told(lambda: warm_product(Product(), [4], root=folder, strict=True)),
+            )
+
+
 def another_backend() -> tuple[str, int]:
     """A module of the same class, compiled by another backend, is warm for a shape; ours is not."""
     other, model, ran = Product(), Product(), []

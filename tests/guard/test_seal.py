@@ -10,7 +10,7 @@ from places import Place
 from processes import Template
 
 from compilecache import torch_names
-from compilecache.guard import hooks
+from compilecache.guard import hooks, state
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +24,7 @@ def attempts(fresh: Template) -> dict[str, str]:
 def test_the_hooks_are_where_this_torch_begins_to_compile() -> None:
     """Names that torch moved are listed here, by import path."""
     assert hooks.missing() == []
+    assert state.missing() == []
 
 
 def test_a_planned_call_goes_through(attempts: dict[str, str]) -> None:
@@ -138,6 +139,17 @@ def test_autocast_belongs_to_what_is_warm(fresh: Template, tmp_path: Path) -> No
     assert inside == ""
     assert "this thread differs in autocast" in outside
     assert gave_up == ()
+
+
+def test_what_other_threads_would_not_find_is_known_before_training(
+    fresh: Template, tmp_path: Path
+) -> None:
+    """The last look, in a thread that did not prime; with strict it is an error."""
+    gave_up, counted, strict = fresh.call(guarded.lost_in_threads, tmp_path)
+    assert len(gave_up) == 2
+    assert all("thread check cpu would compile Product.forward" in line for line in gave_up)
+    assert counted == 0
+    assert strict.startswith("UnexpectedCompile")
 
 
 def test_an_entry_of_another_backend_is_none(fresh: Template) -> None:

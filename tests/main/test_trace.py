@@ -11,7 +11,7 @@ from torch import nn
 from training import model_of, train
 from workloads import Changing, Product, plan, rows
 
-from compilecache import torch_names
+from compilecache import inductor_names, torch_names
 from compilecache.cachedir import CacheDir
 from compilecache.engines.trace import Replica, TraceEngine
 from compilecache.ensure import ensure_warm
@@ -120,13 +120,14 @@ def test_called_in_inference_mode(fresh: Template, tmp_path: Path) -> None:
 def test_torch_has_every_private_name() -> None:
     """When this fails, the list says which name of which module to replace in torch_names.py."""
     assert torch_names.missing() == []
+    assert inductor_names.missing() == []
 
 
 def test_a_name_that_torch_lacks_is_told() -> None:
     """As the path that would have been imported."""
     assert not torch_names._has("torch._dynamo.config", "no_such_setting")
     assert not torch_names._has("torch.no_such_module", "name")
-    assert torch_names._has("torch.nn.Module", "_compiled_call_impl")
+    assert torch_names._has("torch.nn", "Module._compiled_call_impl")
 
 
 def _probes(folder: Path) -> dict[str, object]:
@@ -150,8 +151,8 @@ def _probes(folder: Path) -> dict[str, object]:
         "frames": torch_names.counts().since(before).frames,
         "callbacks": seen,
         "limits": torch_names.limits(),
-        "directory": torch_names.default_cache_dir(),
-        "bundles": torch_names.bundles_triton(),
+        "directory": inductor_names.default_cache_dir(),
+        "bundles": inductor_names.bundles_triton(),
     }
 
 
