@@ -18,7 +18,8 @@ from torch import nn
 
 from compilecache import ranks, torch_names
 from compilecache.cachedir import CacheDir
-from compilecache.engines.trace import SPARE_ENTRIES, Replica, TraceEngine
+from compilecache.engines.harness import Harness, Replica
+from compilecache.engines.trace import SPARE_ENTRIES
 from compilecache.errors import CompileCacheError, LockTimeout, PlanError
 from compilecache.examples import ExampleWorkload, specs_of_examples
 from compilecache.guard.calls import PlannedFunction
@@ -29,7 +30,7 @@ from compilecache.guard.warm import Warm, alone
 from compilecache.pipeline import Job, warm
 from compilecache.progress import BarProgress, LogProgress, Progress
 from compilecache.report import Report
-from compilecache.shapes import CompileTarget, InputSpec, ShapePlan, plan_of
+from compilecache.shapes import CompileTarget, EngineName, InputSpec, ShapePlan, plan_of
 from compilecache.store import ArtifactStore
 from compilecache.workload import HasWorkload, Workload, load_workload, workload_of_plan
 
@@ -50,6 +51,8 @@ def ensure_warm(
     workload: Workload | str | None = None,
     root: str | Path | None = None,
     compile_options: Mapping[str, JsonValue] | None = None,
+    engine: EngineName | None = None,
+    compile_once_per_gpu_kind: bool = True,
     strict: bool = False,
     lock_timeout: float = 3600.0,
     rank_timeout: float = 7200.0,
@@ -79,6 +82,12 @@ def ensure_warm(
         root: cache root; None for ``COMPILECACHE_ROOT``, ``TORCHINDUCTOR_CACHE_DIR``, torch's own.
         compile_options: more keyword arguments of ``torch.compile`` (mode, fullgraph, backend,
             options), on top of the plan's own; they enter the fingerprint.
+        engine: "trace": Dynamo traces every shape at every start. "program": shapes are compiled
+            ahead of time and loaded without tracing, where they are full graphs; the others go by
+            trace, and ``report.gave_up`` says why. "auto": the same, with the reason in the rows of
+            the report only. None for the plan's own, which is "trace" unless it says otherwise.
+        compile_once_per_gpu_kind: programs compiled on one GPU serve every other of the same kind,
+            where the canary finds that they compute the same there. False: each compiles its own.
         strict: raise on cache trouble, failed and never-cached targets. Otherwise trouble with the
             cache never ends a run: it is in ``report.gave_up`` and in the log.
         lock_timeout: seconds to wait for another process that fills the same root.
@@ -102,8 +111,10 @@ def ensure_warm(
     replicas = [Replica(device_of(module), module) for module in modules]
     chosen, plan = _workload_and_plan(modules, shapes, workload)
     options = {**plan.compile_options, **(compile_options or {})}
-    plan = ShapePlan.parse({**plan.model_dump(), "compile_options": options})
-    request = _Request(chosen, plan, replicas, strict, lock_timeout, on_miss)
+    changes = {"compile_options": options, "engine": engine or plan.engine}
+    plan = ShapePlan.parse({**plan.model_dump(), **changes})
+    once = compile_once_per_gpu_kind
+    request = _Request(chosen, plan, replicas, strict, lock_timeout, on_miss, once)
     outcome: Warm | CompileCacheError
     try:
         with alone():
@@ -140,6 +151,7 @@ class _Request:
     strict: bool
     lock_timeout: float
     on_miss: OnMiss
+    once_per_kind: bool
 
     def run(
         self,
@@ -171,9 +183,9 @@ class _Request:
         """Lets a thread per replica find everything once, then seals the process."""
         failed = frozenset(row.key for row in ready.report.targets if row.status == "failed")
         planned = Planned(self.workload, self._job(ready.cache, ready.store).targets, failed)
-        engine = TraceEngine(self.workload, ready.cache, self.plan.compile_options)
+        harness = Harness(self.workload, ready.cache, self.plan.compile_options)
         state = ThreadState()
-        problems = find_in_threads(planned, self.replicas, engine, state, self.strict)
+        problems = find_in_threads(planned, self.replicas, harness, state, self.strict)
         gave_up = (*ready.report.gave_up, *problems)
         return Warm(
             ready.report.model_copy(update={"gave_up": gave_up}),
@@ -205,6 +217,8 @@ class _Request:
             cache=cache,
             store=store,
             options=self.plan.compile_options,
+            engine=self.plan.engine,
+            compile_once_per_gpu_kind=self.once_per_kind,
             instances=max(per_device.values()),
             strict=self.strict,
             lock_timeout=self.lock_timeout,

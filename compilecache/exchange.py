@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from compilecache.artifact import ADOPTED, FileEntry, Record, hash_files
@@ -31,8 +31,26 @@ class Restored:
     """One for every record that was passed over."""
 
 
+MOST_GPUS = 16
+"""Of one host: how many indices are looked at for a program that can be rewritten."""
+
+
+def siblings(targets: Iterable[CompileTarget]) -> dict[str, str]:
+    """Keys of the same specs on other GPU indices → the key of the target they could stand in for."""
+    own = {target.key: target for target in targets if target.device.startswith("cuda:")}
+    return {
+        other: key
+        for key, target in own.items()
+        for index in range(MOST_GPUS)
+        if (other := replace(target, device=f"cuda:{index}").key) not in own
+    }
+
+
 class Exchange:
-    """One root, one store (or none), one fingerprint, and the keys of the targets in question."""
+    """One root, one store (or none), one fingerprint, and the keys of the targets in question.
+
+    ``elsewhere``: keys of records that can stand in for one of these targets → that target's key.
+    """
 
     def __init__(
         self,
@@ -40,11 +58,13 @@ class Exchange:
         store: ArtifactStore | None,
         mark: Fingerprint,
         keys: Collection[str],
+        elsewhere: Mapping[str, str] | None = None,
     ) -> None:
         self.cache = cache
         self.store = store
         self.mark = mark
         self.keys = frozenset(keys)
+        self._elsewhere = dict(elsewhere or {})
         self.complete: dict[str, Record] = {}
         """Records whose files are all in the root, byte for byte."""
         self._view: StoreView | None = None
@@ -62,7 +82,7 @@ class Exchange:
         """
         troubles = []
         for key, record in self.cache.records(self.mark.digest).items():
-            if key not in self.missing:
+            if key not in self.missing and key not in self._lacking():
                 continue
             faults = self.cache.damaged(record.files)
             if not faults:
@@ -72,6 +92,23 @@ class Exchange:
             if repair:
                 self.cache.quarantine(record.files)
         return troubles
+
+    def _lacking(self) -> frozenset[str]:
+        """Records that could stand in for targets which nothing stands in for yet."""
+        helped = {self._elsewhere.get(key) for key in self.complete}
+        wanted = self.missing - helped
+        return frozenset(key for key, own in self._elsewhere.items() if own in wanted)
+
+    def stand_in(self, target: CompileTarget) -> Record | None:
+        """A complete record of the same spec on another device of the kind."""
+        kind = target.device.partition(":")[0]
+        for record in self.complete.values():
+            other = record.target
+            if other is None or other.spec != target.spec or other.device == target.device:
+                continue
+            if other.device.partition(":")[0] == kind:
+                return record
+        return None
 
     def view(self) -> StoreView:
         """What the store holds for this fingerprint; asked once. Raises StoreUnavailable."""
@@ -103,6 +140,12 @@ class Exchange:
         )
         wanted = [record for key, record in view.records.items() if key in self.missing]
         self._bring_all(wanted, done)
+        if self.store is not None and (lacking := self._lacking()):
+            published = sorted(lacking & self.store.keys(self.mark.digest), reverse=True)
+            first = {self._elsewhere[key]: key for key in published}  # one for each target
+            others = self.store.latest(self.mark.digest, set(first.values()))
+            self._hold(others.records.values())
+            self._bring_all(list(others.records.values()), done)
         done.seconds = time.perf_counter() - began
         return done
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from compilecache.shapes import EngineName
     from compilecache.workload import Workload
 
 FORMAT = 1
@@ -95,13 +96,16 @@ def fingerprint(
     device: torch.device,
     *,
     options: Mapping[str, object] | None = None,
+    engine: EngineName = "trace",
 ) -> Fingerprint:
     """The fingerprint of a workload's module in this process, for devices of ``device``'s kind."""
+    kind = {} if engine == "trace" else {"engine": "program"}
     return Fingerprint(
         {
             **_versions(),
             **_machine(device),
             **_settings(),
+            **kind,
             "workload": _class_name(type(workload)),
             "workload.config": _canonical(workload.config()),
             "workload.modules": modules_digest(module),

@@ -7,14 +7,15 @@ root to prove in TORCHINDUCTOR_CACHE_DIR.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
 
 from compilecache.cachedir import CacheDir
 from compilecache.contents import TRANSIENT
-from compilecache.engines.trace import Replica, Run, TraceEngine
+from compilecache.engines.choice import engine_of
+from compilecache.engines.harness import Replica, Run
 from compilecache.errors import CompileCacheError, CompileFailed
 from compilecache.fingerprint import Fingerprint, fingerprint
 from compilecache.kernels import is_group
@@ -31,28 +32,40 @@ def run(request: Request) -> Result:
     cache = CacheDir(request.root)
     cache.prepare()
     cache.use()
-    options = request.plan.compile_options
-    engine = TraceEngine(workload, cache, options)
+    plan, options = request.plan, request.plan.compile_options
+    engine = engine_of(plan.engine, workload, cache, options)
     targets = request.plan.targets(request.devices)
     marks: list[Fingerprint] = []
+    present: dict[str, list[str]] = {}
 
     def replicas() -> Iterator[Replica]:
         for replica in build_replicas(workload, request.devices):
             if not marks:
                 device = torch.device(replica.device)
-                marks.append(fingerprint(workload, replica.module, device, options=options))
-                _fill(request, cache, marks[0], {target.key for target in targets})
+                marks.append(
+                    fingerprint(
+                        workload, replica.module, device, options=options, engine=plan.engine
+                    )
+                )
+                present.update(_fill(request, cache, marks[0], {target.key for target in targets}))
             yield replica
 
-    always: Callable[[CompileTarget], bool] = lambda _: True  # noqa: E731
-    rows = [_row(*pair) for pair in walk(engine, replicas(), targets, always)]
+    def expected(target: CompileTarget) -> Collection[str]:
+        return present.get(target.key, ())
+
+    rows = [_row(*pair) for pair in walk(engine, replicas(), targets, expected)]
     return Result(fingerprint=marks[0].dump(), rows=tuple(rows))
 
 
-def _fill(request: Request, cache: CacheDir, mark: Fingerprint, keys: set[str]) -> None:
-    """Copies what records say a restore would bring; everything, where they do not say."""
+def _fill(
+    request: Request, cache: CacheDir, mark: Fingerprint, keys: set[str]
+) -> dict[str, list[str]]:
+    """Copies what records say a restore would bring; everything, where they do not say.
+
+    Returns the files of each target that has a record.
+    """
     if request.source is None:
-        return
+        return {}
     source = CacheDir(request.source)
     records = source.records(mark.digest)
     if keys <= records.keys():
@@ -60,12 +73,16 @@ def _fill(request: Request, cache: CacheDir, mark: Fingerprint, keys: set[str]) 
     else:
         paths = {path for path in source.files() if not TRANSIENT.search(path)}
     link_files(source.root, cache.root, sorted(path for path in paths if not is_group(path)))
+    known = keys & records.keys()
+    return {key: [entry.path for entry in records[key].files] for key in known}
 
 
 def _row(target: CompileTarget, run: Run | CompileFailed) -> Row:
     if isinstance(run, CompileFailed):
         return Row(target=target, error=str(run))
-    return Row(target=target, evidence=run.evidence, files=tuple(sorted(run.files)))
+    files = tuple(sorted(run.files))
+    notes = (*run.notes, *map(str, run.troubles))
+    return Row(target=target, evidence=run.evidence, files=files, engine=run.engine, notes=notes)
 
 
 def main() -> None:

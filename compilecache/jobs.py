@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from compilecache.cachedir import CacheDir
-from compilecache.exchange import Exchange
+from compilecache.exchange import Exchange, siblings
 from compilecache.fingerprint import environment
 from compilecache.pipeline import Job, warm
 from compilecache.progress import Progress
@@ -46,6 +46,7 @@ def warm_plan(
         cache=cache,
         store=store,
         options=plan.compile_options,
+        engine=plan.engine,
         strict=strict,
         lock_timeout=lock_timeout,
     )
@@ -90,9 +91,10 @@ def restore_plan(
     lock_timeout: float = LOCK_TIMEOUT,
 ) -> Restoration:
     """Brings what the store has for the plan into the root. Raises LockTimeout, StoreUnavailable."""
-    mark = fingerprint_for(workload_of_plan(plan), devices[0], plan.compile_options)
+    mark = fingerprint_for(plan, devices[0])
     targets = {target.key: target for target in plan.targets(devices)}
-    exchange = Exchange(cache, store, mark, targets)
+    elsewhere = siblings(targets.values()) if plan.engine != "trace" else None
+    exchange = Exchange(cache, store, mark, targets, elsewhere)
 
     def waiting(holder: str) -> None:
         tell(f"waiting for {holder}")
@@ -142,7 +144,7 @@ def publish_plan(
     lock_timeout: float = LOCK_TIMEOUT,
 ) -> Publication:
     """Publishes the plan's complete targets. Raises LockTimeout, StoreUnavailable."""
-    mark = fingerprint_for(workload_of_plan(plan), devices[0], plan.compile_options)
+    mark = fingerprint_for(plan, devices[0])
     targets = {target.key: target for target in plan.targets(devices)}
     exchange = Exchange(cache, store, mark, targets)
     with cache.lock("publishing", timeout=lock_timeout):

@@ -7,7 +7,7 @@ priming of a trainer); only the expected number of compiles differs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,7 +17,9 @@ from pydantic import JsonValue
 
 from compilecache import torch_names
 from compilecache.cachedir import CacheDir
-from compilecache.engines.trace import SPARE_ENTRIES, Replica, Run, TraceEngine
+from compilecache.engines.choice import Engine, engine_of
+from compilecache.engines.harness import Replica, Run
+from compilecache.engines.trace import SPARE_ENTRIES
 from compilecache.errors import (
     CompileCacheError,
     CompileFailed,
@@ -25,12 +27,12 @@ from compilecache.errors import (
     PlanError,
     UnexpectedCompile,
 )
-from compilecache.exchange import Exchange, Restored
+from compilecache.exchange import Exchange, Restored, siblings
 from compilecache.fingerprint import environment, fingerprint
 from compilecache.progress import LogProgress, Progress
 from compilecache.remains import sweep
 from compilecache.report import Report, Status, TargetReport
-from compilecache.shapes import CompileTarget
+from compilecache.shapes import CompileTarget, EngineName
 from compilecache.store import ArtifactStore
 from compilecache.workload import Workload
 
@@ -49,6 +51,10 @@ class Job:
     """The remote side; None keeps everything local."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
     """More keyword arguments of ``torch.compile``; they enter the fingerprint."""
+    engine: EngineName = "trace"
+    """How targets get compiled and loaded."""
+    compile_once_per_gpu_kind: bool = True
+    """Whether a program of one GPU is rewritten for the others."""
     instances: int = 1
     """Replicas on one device; each may need entries of its own."""
     strict: bool = False
@@ -74,33 +80,37 @@ def warm(job: Job, replicas: Iterable[Replica], progress: Progress | None = None
         torch_names.original(first.module),
         torch.device(first.device),
         options=job.options,
+        engine=job.engine,
     )
     keys = {target.key for target in job.targets}
-    warming = _Warming(job, Exchange(job.cache, job.store, mark, keys), progress or LogProgress())
+    moving = job.engine != "trace" and job.compile_once_per_gpu_kind
+    elsewhere = siblings(job.targets) if moving else None
+    exchange = Exchange(job.cache, job.store, mark, keys, elsewhere)
+    warming = _Warming(job, exchange, progress or LogProgress())
     return warming.run(chain([first], iterator))
 
 
 def walk(
-    engine: TraceEngine,
+    engine: Engine,
     replicas: Iterable[Replica],
     targets: Sequence[CompileTarget],
-    starting: Callable[[CompileTarget], bool],
+    starting: Callable[[CompileTarget], Collection[str] | None],
     *,
     instances: int = 1,
 ) -> Iterator[tuple[CompileTarget, Run | CompileFailed]]:
     """Runs every target on its device, one at a time, and yields what happened.
 
-    ``starting`` hears of each target and says whether it is expected to be warm. A target that
-    fails is yielded as its error; the others go on.
+    ``starting`` hears of each target and gives its files where it is expected to be warm. A target
+    that fails is yielded as its error; the others go on.
     """
     for replica in replicas:
         engine.compile_in_place(replica, targets, instances)
         for target in targets:
             if target.device != replica.device:
                 continue
-            expect_warm = starting(target)
+            present = starting(target)
             try:
-                yield target, engine.run(target, replica.module, expect_warm=expect_warm)
+                yield target, engine.run(target, replica.module, present)
             except CompileFailed as error:
                 yield target, error
 
@@ -128,7 +138,14 @@ class _Warming:
         self._job = job
         self._exchange = exchange
         self._progress = progress
-        self._engine = TraceEngine(job.workload, job.cache, job.options, spare=job.spare)
+        self._engine = engine_of(
+            job.engine,
+            job.workload,
+            job.cache,
+            job.options,
+            spare=job.spare,
+            elsewhere=self._files_elsewhere,
+        )
         self._restored = Restored()
         self._gave_up: list[str] = []
         self._rows: dict[str, TargetReport] = {}
@@ -172,9 +189,10 @@ class _Warming:
     def _walk(self, replicas: Iterator[Replica]) -> None:
         complete = self._exchange.complete
 
-        def starting(target: CompileTarget) -> bool:
-            self._announce("priming" if target.key in complete else "compiling", target)
-            return target.key in complete
+        def starting(target: CompileTarget) -> Collection[str] | None:
+            record = complete.get(target.key)
+            self._announce("priming" if record else "compiling", target)
+            return None if record is None else [entry.path for entry in record.files]
 
         for target, run in walk(
             self._engine, replicas, self._job.targets, starting, instances=self._job.instances
@@ -185,6 +203,13 @@ class _Warming:
                 else self._ran(target, run)
             )
             self._note(row)
+
+    def _files_elsewhere(self, target: CompileTarget) -> Collection[str] | None:
+        """Files of a program that can be rewritten for a target."""
+        if not self._job.compile_once_per_gpu_kind:
+            return None
+        record = self._exchange.stand_in(target)
+        return None if record is None else [entry.path for entry in record.files]
 
     def _note(self, row: TargetReport) -> None:
         """One row a target; of its further instances only what went otherwise is worth a word."""
@@ -202,13 +227,18 @@ class _Warming:
 
     def _ran(self, target: CompileTarget, run: Run) -> TargetReport:
         complete = target.key in self._exchange.complete
-        self._judge(target, run, complete=complete)
+        for error in run.troubles:
+            with self._surviving(str(target)):
+                raise error
+        self._judge(target, run, complete=complete and not run.troubles)
         published = self._keep(target, run, complete=complete)
         return self._row(target, self._status(target, run), run=run, published=published)
 
     def _status(self, target: CompileTarget, run: Run) -> Status:
         if not run.evidence.compiled_nothing:
             return "compiled"
+        if run.origin is not None:
+            return "rewritten"
         return "restored" if target.key in self._restored.keys else "local"
 
     def _judge(self, target: CompileTarget, run: Run, *, complete: bool) -> None:
@@ -221,6 +251,8 @@ class _Warming:
             problem = f"torch compiled nothing of {target} and runs it as it is"
         elif complete and not seen.compiled_nothing:
             problem = f"{target} was complete in the cache and compiled all the same ({_why(run)})"
+        if not problem and self._job.engine == "program" and run.engine != "program":
+            self._trouble(f"{target} goes by trace: {'; '.join(run.notes)}")
         if problem and self._job.strict:
             raise UnexpectedCompile(
                 problem,
@@ -257,6 +289,9 @@ class _Warming:
             device=target.device,
             status=status,
             evidence=run.evidence if run else None,
+            engine=run.engine if run else "trace",
+            notes=run.notes if run else (),
+            origin=run.origin if run else None,
             bytes=sum(entry.size for entry in record.files) if record else 0,
             published=published,
             error=error,
@@ -319,7 +354,7 @@ class _Warming:
     def _report(self, seconds: float) -> Report:
         return Report(
             fingerprint=self._exchange.mark.digest,
-            engine=self._engine.name,
+            engine=self._job.engine,
             root=str(self._job.cache.root),
             store=self._job.store.url if self._job.store else None,
             targets=tuple(self._rows.values()),

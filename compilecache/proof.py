@@ -47,6 +47,10 @@ class Row(BaseModel):
     files: tuple[str, ...] = ()
     """Cache files it needed."""
     error: str | None = None
+    engine: str = "trace"
+    """Which engine it went by."""
+    notes: tuple[str, ...] = ()
+    """Why not by another, in words."""
 
     @property
     def warm(self) -> bool:
@@ -57,8 +61,9 @@ class Row(BaseModel):
         seen = self.evidence
         if seen is None:
             return f"{self.target}: {self.error}"
+        by = f"{self.engine}, " if self.engine != "trace" else ""
         return (
-            f"{self.target}: {seen.hits} hits, {seen.misses} misses, {seen.bypasses} bypasses, "
+            f"{self.target}: {by}{seen.hits} hits, {seen.misses} misses, {seen.bypasses} bypasses, "
             f"{seen.launches} compiler launches, {len(seen.foreign_files)} new files"
         )
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from pydantic import JsonValue
 
-from compilecache.engines.trace import Replica
+from compilecache.engines.harness import Replica
 from compilecache.errors import PlanError
 from compilecache.fingerprint import Fingerprint, fingerprint
-from compilecache.workload import Workload
+from compilecache.shapes import ShapePlan
+from compilecache.workload import Workload, workload_of_plan
 
 
 def build_replicas(workload: Workload, devices: Sequence[str]) -> Iterator[Replica]:
@@ -34,9 +34,14 @@ def refuse_absent(device: str) -> None:
         )
 
 
-def fingerprint_for(
-    workload: Workload, device: str, options: Mapping[str, JsonValue] | None = None
-) -> Fingerprint:
-    """The fingerprint of the workload on devices of this one's kind; builds the model for it."""
+def fingerprint_for(plan: ShapePlan, device: str) -> Fingerprint:
+    """The fingerprint of a plan's workload on devices of this kind; builds the model for it."""
+    workload = workload_of_plan(plan)
     replica = next(build_replicas(workload, [device]))
-    return fingerprint(workload, replica.module, torch.device(device), options=options)
+    return fingerprint(
+        workload,
+        replica.module,
+        torch.device(device),
+        options=plan.compile_options,
+        engine=plan.engine,
+    )

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from compilecache.evidence import Evidence
 
-Status = Literal["restored", "local", "compiled", "failed"]
+Status = Literal["restored", "local", "rewritten", "compiled", "failed"]
 
 
 class TargetReport(BaseModel):
@@ -23,7 +23,14 @@ class TargetReport(BaseModel):
     """Spec and device, in words."""
     device: str
     status: Status
-    """restored: from the store. local: was in the cache root. compiled: made here. failed: see error."""
+    """restored: from the store. local: was in the cache root. rewritten: another device's program,
+    with this one's index. compiled: made here. failed: see error."""
+    engine: str = "trace"
+    """Which engine it went by."""
+    notes: tuple[str, ...] = ()
+    """Why it did not go by another, or did not take what was there, in words."""
+    origin: str | None = None
+    """Where a rewritten program was compiled."""
     evidence: Evidence | None = None
     """None when the target did not run."""
     bytes: int = 0
@@ -66,7 +73,7 @@ class Report(BaseModel):
 
     def summary(self) -> str:
         """One line."""
-        kinds: tuple[Status, ...] = ("restored", "local", "compiled", "failed")
+        kinds: tuple[Status, ...] = ("restored", "local", "rewritten", "compiled", "failed")
         counts = ", ".join(f"{n} {kind}" for kind in kinds if (n := self.count(kind)))
         return f"{len(self.targets)} targets: {counts} in {self.seconds:.1f} s"
 
@@ -81,19 +88,26 @@ class Report(BaseModel):
         return out.getvalue()
 
     def __rich__(self) -> object:
+        from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
         common, names = without_common([row.target for row in self.targets])
         table = Table(box=None, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
         table.title = self.summary()
         table.caption = f"all: {common}" if common else None
-        for column in ("target", "status", "cache"):
+        mixed = any(row.engine != "trace" for row in self.targets)
+        for column in ("target", "status", *(("engine",) if mixed else ()), "cache"):
             table.add_column(column, overflow="fold")
         for column in ("first s", "again ms", "MB"):
             table.add_column(column, justify="right", no_wrap=True)
         for name, row in zip(names, self.targets, strict=True):
-            table.add_row(name, *_cells(row))
-        return table
+            status, *cells = _cells(row)
+            table.add_row(name, status, *((row.engine,) if mixed else ()), *cells)
+        reasons = dict.fromkeys(note for row in self.targets for note in row.notes)
+        if not reasons:
+            return table
+        return Group(table, *(Text(f"note: {reason}") for reason in reasons))
 
 
 def without_common(names: Sequence[str]) -> tuple[str, list[str]]:

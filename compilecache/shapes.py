@@ -33,6 +33,7 @@ PLAN_FORMAT: Final = 1
 TARGET_LIMIT = 4096
 
 Phase = Literal["train", "eval", "both"]
+EngineName = Literal["trace", "program", "auto"]
 Size = PositiveInt
 Kind = Annotated[str, Field(min_length=1)]
 
@@ -128,6 +129,10 @@ class ShapePlan(_Value):
     """Keyword arguments of the workload factory."""
     compile_options: dict[str, JsonValue] = Field(default_factory=dict)
     """More keyword arguments of ``torch.compile``: mode, fullgraph, backend, options."""
+    engine: EngineName = "trace"
+    """trace: torch traces every shape at every start, for any module. program: compiled ahead of time
+    and loaded without tracing, for full graphs; what cannot be one goes by trace and is reported.
+    auto: the same, without a word."""
     lengths: dict[str, JsonValue] = Field(default_factory=dict)
     """Where the buckets came from: source, count, step, padded share. For people; not read back."""
     specs: tuple[InputSpec, ...] = Field(min_length=1)
@@ -184,7 +189,7 @@ class ShapePlan(_Value):
         specs = data.pop("specs")
         head = {
             name: data[name]
-            for name in ("format", "workload", "settings", "compile_options", "lengths")
+            for name in ("format", "workload", "settings", "compile_options", "engine", "lengths")
             if name in data
         }
         lines = [yaml.safe_dump(head, sort_keys=False, width=100), "specs:\n"]

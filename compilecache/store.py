@@ -226,6 +226,10 @@ class ArtifactStore:
         )
         return StoreView({r.key: r for r in read if r is not None}, tuple(sorted(faults)))
 
+    def keys(self, fingerprint: str) -> frozenset[str]:
+        """Keys of everything published for a fingerprint, from one listing."""
+        return frozenset(self._generations(fingerprint, None))
+
     def entries(self, fingerprint: str) -> tuple[StoreEntry, ...]:
         """What ``ls`` shows: a line for each published target."""
         return self.latest(fingerprint).entries

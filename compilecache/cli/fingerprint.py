@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from compilecache.cli import options as common
+from compilecache.shapes import EngineName
 
 
 @click.command(epilog="Example: compilecache fingerprint plan.yaml --device cuda:0 --json")
@@ -20,15 +21,15 @@ def fingerprint(
     devices: str | None,
     workload: str | None,
     settings: tuple[str, ...],
+    engine: EngineName | None,
     as_json: bool,
 ) -> None:
     """Print the fingerprint of PLAN's workload on this machine, component by component."""
-    plan = common.load_plan(plan_file, workload, settings)
+    plan = common.load_plan(plan_file, workload, settings, engine)
     places = common.choose_devices(devices)
     from compilecache.replicas import fingerprint_for
-    from compilecache.workload import workload_of_plan
 
-    mark = fingerprint_for(workload_of_plan(plan), places[0], plan.compile_options)
+    mark = fingerprint_for(plan, places[0])
     if as_json:
         common.print_json({"digest": mark.digest, **json.loads(mark.dump())})
         return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from compilecache.shapes import TARGET_LIMIT, ShapePlan
+from compilecache.shapes import TARGET_LIMIT, EngineName, ShapePlan
 
 if TYPE_CHECKING:
     from compilecache.cachedir import CacheDir
@@ -69,6 +69,11 @@ workload_options = (
         metavar="KEY=VALUE",
         help="Workload setting; VALUE is JSON or text. Repeatable.",
     ),
+    click.option(
+        "--engine",
+        type=click.Choice(["trace", "program", "auto"]),
+        help="Instead of the plan's own: trace at every start, or compile ahead of time.",
+    ),
 )
 
 
@@ -83,8 +88,13 @@ def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-def load_plan(path: Path, workload: str | None, settings: tuple[str, ...]) -> ShapePlan:
-    """The plan file, with another workload or settings where the command line names them."""
+def load_plan(
+    path: Path,
+    workload: str | None,
+    settings: tuple[str, ...],
+    engine: EngineName | None = None,
+) -> ShapePlan:
+    """The plan file, with another workload, settings or engine where the command line names them."""
     from compilecache.planning import parse_settings
 
     plan = ShapePlan.load(path)
@@ -94,6 +104,8 @@ def load_plan(path: Path, workload: str | None, settings: tuple[str, ...]) -> Sh
     if settings:
         kept = {} if workload is not None else plan.settings
         changes["settings"] = {**kept, **parse_settings(settings)}
+    if engine is not None:
+        changes["engine"] = engine
     return plan.model_copy(update=changes)
 
 

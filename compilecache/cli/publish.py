@@ -9,6 +9,7 @@ import click
 
 from compilecache.cli import NOT_WARM
 from compilecache.cli import options as common
+from compilecache.shapes import EngineName
 
 if TYPE_CHECKING:
     from compilecache.adopt import Adopted
@@ -47,6 +48,7 @@ def publish(
     root: Path | None,
     workload: str | None,
     settings: tuple[str, ...],
+    engine: EngineName | None,
     lock_timeout: float,
     as_json: bool,
 ) -> None:
@@ -61,10 +63,10 @@ def publish(
         raise click.UsageError("--store none cannot be published to")
     places = common.choose_devices(devices)
     if folder is not None:
-        _adopt(folder, plan_file, opened, places, workload, settings, as_json)
+        _adopt(folder, plan_file, opened, places, workload, settings, engine, as_json)
         return
     assert plan_file is not None
-    plan = common.load_plan(plan_file, workload, settings)
+    plan = common.load_plan(plan_file, workload, settings, engine)
     cache = common.open_root(root)
     from compilecache.jobs import publish_plan
 
@@ -91,6 +93,7 @@ def _adopt(
     devices: list[str],
     workload: str | None,
     settings: tuple[str, ...],
+    engine: EngineName | None,
     as_json: bool,
 ) -> None:
     from compilecache.adopt import adopt, adopt_plan
@@ -99,7 +102,7 @@ def _adopt(
         adopted = adopt(folder, store, devices[0])
     else:
         adopted = adopt_plan(
-            folder, store, common.load_plan(plan_file, workload, settings), devices
+            folder, store, common.load_plan(plan_file, workload, settings, engine), devices
         )
     cold = _cold(adopted)
     if as_json:

@@ -9,6 +9,7 @@ import click
 
 from compilecache.cli import DAMAGED, NOT_WARM
 from compilecache.cli import options as common
+from compilecache.shapes import EngineName
 
 if TYPE_CHECKING:
     from compilecache.jobs import Restoration
@@ -33,6 +34,7 @@ def restore(
     root: Path | None,
     workload: str | None,
     settings: tuple[str, ...],
+    engine: EngineName | None,
     lock_timeout: float,
     allow_network_root: bool,
     as_json: bool,
@@ -42,7 +44,7 @@ def restore(
     Files in use are never overwritten. Leaves with 3 when targets are still missing, 4 when the
     store holds damaged ones.
     """
-    plan = common.load_plan(plan_file, workload, settings)
+    plan = common.load_plan(plan_file, workload, settings, engine)
     cache = common.open_root(root, allow_network=allow_network_root)
     opened = common.open_store(store)
     places = common.choose_devices(devices)

@@ -9,6 +9,7 @@ import click
 
 from compilecache.cli import DAMAGED, NOT_WARM
 from compilecache.cli import options as common
+from compilecache.shapes import EngineName
 
 if TYPE_CHECKING:
     from compilecache.cachedir import CacheDir
@@ -38,6 +39,7 @@ def verify(
     root: Path | None,
     workload: str | None,
     settings: tuple[str, ...],
+    engine: EngineName | None,
     allow_network_root: bool,
     timeout: float | None,
     as_json: bool,
@@ -47,7 +49,7 @@ def verify(
     A target is warm when torch's counters, the compilers started and the files written all say that
     nothing was compiled. Every file is also compared with its recorded digest.
     """
-    plan = common.load_plan(plan_file, workload, settings)
+    plan = common.load_plan(plan_file, workload, settings, engine)
     cache = common.open_root(root, allow_network=allow_network_root)
     places = common.choose_devices(devices)
     check(plan, places, cache, as_json=as_json, timeout=timeout)

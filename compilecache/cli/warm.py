@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from compilecache.cli import options as common
+from compilecache.shapes import EngineName
 
 
 @click.command(epilog="Example: compilecache warm plan.yaml --store s3://bucket/cache")
@@ -36,6 +37,7 @@ def warm(
     root: Path | None,
     workload: str | None,
     settings: tuple[str, ...],
+    engine: EngineName | None,
     limit: int,
     lock_timeout: float,
     allow_network_root: bool,
@@ -48,7 +50,7 @@ def warm(
     What the cache root or the store has already is not compiled again. Interrupt it at any moment:
     the same command goes on where it stopped.
     """
-    plan = common.load_plan(plan_file, workload, settings)
+    plan = common.load_plan(plan_file, workload, settings, engine)
     plan.targets(["cpu"], limit=limit)
     cache = common.open_root(root, allow_network=allow_network_root)
     opened = common.open_store(store)

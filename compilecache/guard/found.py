@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from compilecache import torch_names
-from compilecache.engines.trace import Replica, TraceEngine
+from compilecache.engines.harness import Harness, Replica
 from compilecache.errors import CompileCacheError, UnexpectedCompile
 from compilecache.guard import hooks
 from compilecache.guard.attempt import Attempt
@@ -18,7 +18,7 @@ from compilecache.guard.state import ThreadState
 def find_in_threads(
     planned: Planned,
     replicas: Sequence[Replica],
-    engine: TraceEngine,
+    harness: Harness,
     state: ThreadState,
     strict: bool,
 ) -> list[str]:
@@ -34,7 +34,7 @@ def find_in_threads(
             continue
         thread = threading.Thread(
             target=_find,
-            args=(planned, replica, engine, state, problems),
+            args=(planned, replica, harness, state, problems),
             name=f"check {replica.device}",
         )
         thread.start()
@@ -47,7 +47,7 @@ def find_in_threads(
 def _find(
     planned: Planned,
     replica: Replica,
-    engine: TraceEngine,
+    harness: Harness,
     state: ThreadState,
     problems: list[CompileCacheError],
 ) -> None:
@@ -57,7 +57,7 @@ def _find(
             continue
         try:
             with hooks.listening(watch), state.adopt(), state.autocast():
-                engine.once(target, replica.module)
+                harness.once(target, replica.module)
         except CompileCacheError as error:
             problems.append(error)
 

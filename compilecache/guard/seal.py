@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from compilecache import inductor_names, torch_names
+from compilecache.engines import dispatch
 from compilecache.errors import RecompileBudgetExceeded, UnexpectedCompile
 from compilecache.guard import calls, hooks
 from compilecache.guard.attempt import Attempt, Kind
@@ -174,6 +175,13 @@ class Seal:
             )
         if target.key in self.planned.failed:
             return f"'{target}' is planned, but warming it failed", "See warm.report for the reason"
+        programs = dispatch.of(call.planned.function)
+        reasons = programs.why(call.args, call.kwargs) if programs is not None else []
+        if reasons:
+            return (
+                f"'{target}' is warm, but its program does not fit: {'; '.join(reasons)}",
+                "Undo that, or do it before ensure_warm",
+            )
         differs = self.state.differences()
         state = f"; this thread differs in {', '.join(differs)}" if differs else ""
         return (

@@ -21,7 +21,7 @@ ONLY_IN = {
     "fsspec": {"store.py", "storage.py", "s3.py"},
     "s3fs": {"s3.py"},
     "filelock": {"cachedir.py"},
-    "xxhash": {"artifact.py", "pack.py"},
+    "xxhash": {"artifact.py", "pack.py", "programfile.py"},
 }
 """Libraries that one side of the package keeps to itself."""
 

@@ -13,7 +13,8 @@ from workloads import Changing, Product, plan, rows
 
 from compilecache import inductor_names, torch_names
 from compilecache.cachedir import CacheDir
-from compilecache.engines.trace import Replica, TraceEngine
+from compilecache.engines.harness import Replica
+from compilecache.engines.trace import TraceEngine
 from compilecache.ensure import ensure_warm
 from compilecache.errors import CompileCacheError, CompileFailed, PlanError, RecompileBudgetExceeded
 from compilecache.examples import ExampleWorkload

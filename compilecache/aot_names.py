@@ -1,0 +1,393 @@
+"""Every private name of torch that programs need, in one place, each behind a probe.
+
+Ahead-of-time compiled functions are a new part of torch ("experimental"): how they are made, loaded
+and moved to another device index stands here and nowhere else. ``missing()`` lists what this torch
+does not have.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compilecache.torch_names import absent
+
+_PLACES = {
+    "torch._dynamo.aot_compile": [
+        "AOTCompiledFunction.serialize",
+        "AOTCompiledFunction.deserialize",
+    ],
+    "torch._dynamo.config": ["enable_aot_compile"],
+    "torch._functorch._aot_autograd.aot_autograd_result": ["deserialize_bundled_cache_entry"],
+    "torch._inductor": ["list_mode_options"],
+    "torch._inductor.async_compile": ["CompiledTritonKernels.key"],
+    "torch._inductor.output_code": ["CompiledFxGraph"],
+    "torch._inductor.runtime.hints": ["DeviceProperties"],
+    "torch._C._dynamo.guards": ["GlobalStateGuard"],
+    "torch._C": ["_len_torch_function_stack", "_len_torch_dispatch_stack"],
+    "torch.nn.modules.module": ["_global_forward_hooks", "_global_forward_pre_hooks"],
+}
+
+
+def missing() -> list[str]:
+    """Names used here that this torch does not have; each as an import path."""
+    return absent(_PLACES)
+
+
+# -- making ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """Something that the trace depended on, as torch's guards say."""
+
+    source: str
+    """The expression that gives it: ``self.scale``, ``G['SCALE']``, ``x``."""
+    value: object
+    has_value: bool
+    """False where torch could not look it up, or it is not there."""
+    not_in_dict: str | None = None
+    """An attribute that must not be in the object's own dictionary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A function compiled ahead of time."""
+
+    data: bytes
+    """What ``load`` takes."""
+    guards: tuple[Guarded, ...]
+    """Everything that torch would have guarded on."""
+    sources: tuple[str, ...]
+    """Names of the Python modules that were traced."""
+    imports: Mapping[str, str]
+    """Names under which torch imported modules for it."""
+
+
+def make(
+    function: nn.Module,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    options: Mapping[str, Any],
+) -> Made:
+    """Compiles ``type(function).forward`` for one call in this thread's grad mode, to bytes.
+
+    ``options``: those of ``torch.compile``. Raises whatever torch raises for what is no full graph.
+    """
+    import torch._dynamo.config as config
+
+    noted: list[Guarded] = []
+
+    def note(entries: Sequence[Any]) -> list[bool]:
+        noted.extend(map(_guarded, entries))
+        return [False for _ in entries]
+
+    choice = dict(options)
+    chosen = dict(choice.pop("options", None) or {})
+    if (mode := choice.pop("mode", None)) not in (None, "default"):
+        chosen = {**torch._inductor.list_mode_options(mode, False), **chosen}
+    chosen["guard_filter_fn"] = note
+    choice |= {"fullgraph": True, "dynamic": False, "options": chosen}
+    with config.patch(enable_aot_compile=True), _one_rank():
+        compiled: Any = torch.compile(type(function).forward, **choice)
+        made = compiled.aot_compile(((function, *args), dict(kwargs)))
+    info = made.source_info()
+    sources = tuple(sorted({source.module for source in info.inlined_sources}))
+    # Each of them holds the whole text of its file, only for messages.
+    info.inlined_sources = {dataclasses.replace(s, content="") for s in info.inlined_sources}
+    data = type(made).serialize(made).serialized_data
+    imports = dict(made._artifacts.runtime_env.import_sources)
+    return Made(data, tuple(noted), sources, imports)
+
+
+def _guarded(entry: Any) -> Guarded:
+    created = getattr(entry.orig_guard.create_fn, "keywords", None) or {}
+    missing_attribute = created.get("attr") if entry.guard_type.startswith("NOT_PRESENT") else None
+    name = entry.orig_guard.name
+    return Guarded(
+        source=name() if callable(name) else name,
+        value=entry.value if entry.has_value else None,
+        has_value=bool(entry.has_value),
+        not_in_dict=missing_attribute,
+    )
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Code that names no device index, in a torch that can generate it."""
+    config: Any = getattr(torch.compiler, "config", None)
+    if not hasattr(config, "compile_on_one_rank"):
+        yield
+        return
+    with config.patch(compile_on_one_rank=True):
+        yield
+
+
+# -- loading --------------------------------------------------------------------------------
+
+
+class _Moving(threading.local):
+    indices: tuple[int, int] | None = None
+    moved: int = 0
+    left: tuple[str, ...] = ()
+
+
+_moving = _Moving()
+_hooking = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A program in this process."""
+
+    call: Callable[..., Any]
+    """Takes the module first, then what the module would be called with."""
+    moved: int
+    """Names of the old device index that were rewritten."""
+    left: tuple[str, ...]
+    """Lines that still name it; a program with any must not be used."""
+
+
+def load(data: bytes, indices: tuple[int, int] | None = None) -> Loaded:
+    """Loads what ``make`` made; no tracing. ``indices``: (compiled on, to be used on) of the GPU.
+
+    Raises whatever torch raises for bytes that are not of its own making.
+    """
+    from torch._dynamo.aot_compile import AOTCompiledFunction
+
+    _install()
+    _moving.indices, _moving.moved, _moving.left = indices, 0, ()
+    try:
+        loaded = AOTCompiledFunction.deserialize(data)
+    finally:
+        _moving.indices = None
+    return Loaded(loaded.fn, _moving.moved, _moving.left)
+
+
+def _install() -> None:
+    """Puts the rewriting where torch turns a bundled entry into a function; once a process."""
+    from torch._functorch._aot_autograd import aot_autograd_result as results
+
+    with _hooking:
+        original = results.deserialize_bundled_cache_entry
+        if getattr(original, "_compilecache", False):
+            return
+
+        def deserialize(entry: Any, *rest: Any, **named: Any) -> Any:
+            if _moving.indices is not None:
+                _move(entry, *_moving.indices)
+            return original(entry, *rest, **named)
+
+        deserialize._compilecache = True  # type: ignore[attr-defined]
+        results.deserialize_bundled_cache_entry = deserialize
+
+
+PATTERNS = (
+    r"(\bcuda:){old}\b",
+    r"(\b_DeviceGuard\(){old}\)",
+    r"(\bget_raw_stream\(){old}\)",
+    r"(\bset_device\(){old}\)",
+    r"(DeviceProperties\(type='cuda', index=){old},",
+    r"(\btorch\.cuda\.device\(){old}\)",
+    r"(\bstream_?guard\(){old}\)",
+)
+"""How generated code names a device index."""
+
+_LEFT = (
+    r"\bcuda:{old}\b|\b(?:\w*[dD]evice\w*|\w*[sS]tream\w*)\(\s*{old}\s*[,)]"
+    r"|\bdevice(?:_idx|_index|_id)?\s*=\s*{old}\b|DeviceProperties\([^)]*\bindex={old}\b"
+)
+"""What would still name it."""
+
+
+def rewritten(source: str, old: int, new: int) -> tuple[str, int, tuple[str, ...]]:
+    """Generated code for another device index, how many names were changed, what is left over."""
+    count = 0
+    for pattern in PATTERNS:
+        tail = pattern.rpartition("{old}")[2].replace("\\b", "").replace("\\", "")
+        source, found = re.subn(pattern.format(old=old), rf"\g<1>{new}{tail}", source)
+        count += found
+    named = re.compile(_LEFT.format(old=old))
+    return (
+        source,
+        count,
+        tuple(line.strip()[:160] for line in source.splitlines() if named.search(line)),
+    )
+
+
+def _move(entry: Any, old: int, new: int) -> None:
+    """A bundled entry, with everything in it that names the old device index changed in place."""
+    for part in (entry.compiled_fw, entry.compiled_bw):
+        if part is not None:
+            _move_graph(part.result, old, new)
+
+
+def _move_graph(graph: Any, old: int, new: int) -> None:
+    before = graph.source_code
+    after, count, left = rewritten(before, old, new)
+    constants = getattr(graph, "constants", None) or {}
+    left += tuple(
+        f"constant {name} lies on {value.device}"
+        for name, value in constants.items()
+        if isinstance(value, Tensor) and value.device.type == "cuda"
+    )
+    _moving.moved += count
+    _moving.left += left
+    graph.source_code = after
+    graph.device_idxs = type(graph.device_idxs)(new if i == old else i for i in graph.device_idxs)
+    if count:
+        graph.cache_key = f"{graph.cache_key}d{new}"
+    bundle = getattr(graph, "_triton_bundle", None)
+    if bundle is not None:
+        graph._triton_bundle = _moved_bundle(bundle, _renamed_kernels(before, after), old, new)
+
+
+def _moved_bundle(bundle: Any, keys: Mapping[str, str], old: int, new: int) -> Any:
+    """Kernels for the other index: the binaries are the same, what launches them names it."""
+    artifacts = [
+        dataclasses.replace(kernel, device=new) if kernel.device == old else kernel
+        for kernel in bundle.kernel_artifacts
+    ]
+    launched = []
+    for autotuner in bundle.static_autotuners:
+        _move_autotuner(autotuner.kernel, old, new)
+        key = keys.get(autotuner.cache_key, autotuner.cache_key)
+        launched.append(dataclasses.replace(autotuner, cache_key=key))
+    return dataclasses.replace(bundle, kernel_artifacts=artifacts, static_autotuners=launched)
+
+
+def _renamed_kernels(before: str, after: str) -> dict[str, str]:
+    """torch's key of every Triton kernel in a generated source, before → after."""
+    from torch._inductor.async_compile import CompiledTritonKernels
+
+    pairs = zip(_kernel_sources(before), _kernel_sources(after), strict=True)
+    return {CompiledTritonKernels.key(a): CompiledTritonKernels.key(b) for a, b in pairs}
+
+
+def _kernel_sources(source: str) -> list[str]:
+    """The second argument of every ``async_compile.triton(name, source, …)``."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            second = node.args[1] if len(node.args) > 1 else None
+            if node.func.attr == "triton" and isinstance(second, ast.Constant):
+                found.append(str(second.value))
+    return found
+
+
+def _move_autotuner(kernel: Any, old: int, new: int) -> None:
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, DeviceProperties) and value.index == old:
+            return value._replace(index=new)
+        return value
+
+    kernel.device_props = moved(kernel.device_props)
+    for meta in (kernel.triton_meta, *(result.compile_meta for result in kernel.compile_results)):
+        for name, value in list(meta.items()):
+            meta[name] = new if name == "device" and value == old else moved(value)
+
+
+# -- the state of a thread --------------------------------------------------------------------
+
+
+class State:
+    """What torch's guards see of a thread: grad mode, autocast, default dtype, determinism, modes."""
+
+    def __init__(self) -> None:
+        from torch._C._dynamo.guards import GlobalStateGuard
+
+        self._guard = GlobalStateGuard()
+        self._modes = _modes()
+        self.words = state_words()
+
+    def same(self) -> bool:
+        """Whether this thread's is the same now."""
+        return bool(self._guard.check()) and _modes() == self._modes
+
+    def differences(self) -> list[str]:
+        """What differs, in words."""
+        if self.same():
+            return []
+        now = state_words()
+        changed = [f"{k} is {now[k]}, was {v}" for k, v in self.words.items() if now[k] != v]
+        return changed or [f"torch's state differs ({self._guard.reason()})"]
+
+
+def _modes() -> tuple[int, int]:
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
+def state_words() -> dict[str, str]:
+    """The same for people, and for comparing with another process."""
+    words = {
+        "grad mode": str(torch.is_grad_enabled()),
+        "inference mode": str(torch.is_inference_mode_enabled()),
+        "default dtype": str(torch.get_default_dtype()),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "modes": str(_modes()),
+    }
+    for kind in ("cpu", "cuda"):
+        on = torch.is_autocast_enabled(kind)
+        words[f"autocast {kind}"] = str(torch.get_autocast_dtype(kind)) if on else "off"
+    return words
+
+
+# -- modules --------------------------------------------------------------------------------
+
+
+def global_hooks() -> tuple[dict[Any, Any], ...]:
+    """Hooks that are registered for every module of the process."""
+    from torch.nn.modules import module
+
+    names = (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+    return tuple(getattr(module, name) for name in names)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is, or was made, a wrapper for distributed training."""
+    names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}
+    wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+    return bool(names & wrappers)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer is an ordinary tensor, whatever torch calls its class."""
+    return type(tensor).__module__ == "torch.nn.parameter" and type(tensor).__name__ in (
+        "Parameter",
+        "Buffer",
+    )
+
+
+def import_ahead(device_type: str) -> None:
+    """Imports what loading a program needs; meant for a thread beside other work."""
+    names = [
+        "torch._dynamo.aot_compile",
+        "torch._functorch._aot_autograd.aot_autograd_result",
+        "torch._inductor.output_code",
+        "torch._inductor.codecache",
+        "torch._inductor.async_compile",
+        "torch._inductor.compile_fx",
+    ]
+    if device_type == "cuda":
+        names += ["torch._inductor.runtime.triton_heuristics", "triton"]
+    with ExitStack():
+        for name in names:
+            importlib.import_module(name)

@@ -1,0 +1,180 @@
+"""What a trace depended on besides the arguments of the call: torch's guards, kept as words.
+
+torch drops them with the program, or cannot load them again. They are recorded while a program is
+compiled, written beside it, compared with the live module when it is loaded, and the cheap ones
+looked at in every call (``watch``). A source is the expression that torch gives: ``self.scale``,
+``self._modules['fc']._parameters['weight']``, ``G['SCALE']`` for a global of the module's file.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compilecache.aot_names import Guarded
+from compilecache.engines.programfile import Condition
+from compilecache.sources import import_name
+
+ABSENT = "absent"
+LISTED = 64
+"""Items of a container that are described one by one."""
+LONGEST = 120
+"""Letters of a value; of longer ones the digest."""
+
+_ROOT = re.compile(r"self\b|G\[")
+_OF_TORCH = re.compile(r"G\['(__builtins|__import_torch(?:_dot_|'))|G\['torch'\]")
+"""torch's own modules and Python's builtins: the fingerprint holds their versions."""
+
+
+def conditions_of(guards: Iterable[Guarded]) -> tuple[Condition, ...]:
+    """What torch's guards say of the module and of globals; arguments are in the key of the call."""
+    found: dict[str, str] = {}
+    for guard in guards:
+        if not _ROOT.match(guard.source) or _OF_TORCH.match(guard.source):
+            continue
+        if guard.not_in_dict is not None:
+            found[f"{guard.source}.__dict__[{guard.not_in_dict!r}]"] = ABSENT
+            continue
+        described = described_value(guard.value) if guard.has_value else ABSENT
+        if described is not None:
+            found[guard.source] = described
+    return tuple(Condition(source, value) for source, value in sorted(found.items()))
+
+
+def described_value(value: object) -> str | None:
+    """A value in words that are equal in every process where it means the same to a trace.
+
+    None for what is compared elsewhere: tensors, and objects whose attributes count one by one.
+    """
+    if isinstance(value, Tensor):
+        return None
+    text = _described(value)
+    if len(text) <= LONGEST:
+        return text
+    return f"{type(value).__name__} #{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _described(value: object) -> str:
+    kind = type(value)
+    if isinstance(value, torch.device):
+        return f"device {value.type}"  # an index may be rewritten
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
+        return f"{kind.__name__} {value!r}"
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value)
+    if isinstance(value, FunctionType):
+        return f"function {_named(value)} {_code_digest(value.__code__)}"
+    if isinstance(value, MethodType):
+        return f"method {_named(value.__func__)}"
+    if isinstance(value, CodeType):
+        return f"code {_code_digest(value)}"
+    if isinstance(value, type):
+        return f"class {_named(value)}"
+    if isinstance(value, ModuleType):
+        return f"module {import_name(value.__name__)}"
+    if isinstance(value, BuiltinFunctionType):
+        return f"builtin {value.__name__}"
+    if isinstance(value, Mapping):
+        return f"{kind.__name__} {_items(value)}"
+    if isinstance(value, list | tuple | set | frozenset):
+        items = sorted(map(_item, value)) if isinstance(value, set | frozenset) else value
+        shown = [_item(item) for item in list(items)[:LISTED]]
+        return f"{kind.__name__} of {len(value)}: {', '.join(shown)}"
+    return f"a {_named(kind)}"
+
+
+def _items(value: Mapping[object, object]) -> str:
+    pairs = list(value.items())[:LISTED]
+    return f"of {len(value)}: " + ", ".join(f"{_item(k)}={_item(v)}" for k, v in pairs)
+
+
+def _item(value: object) -> str:
+    if isinstance(value, Tensor):
+        return "a tensor"
+    plain = value is None or isinstance(value, bool | int | float | str | bytes | Enum | type)
+    return _described(value) if plain else f"a {_named(type(value))}"
+
+
+def _named(thing: Any) -> str:
+    return f"{import_name(thing.__module__ or '')}.{thing.__qualname__}"
+
+
+def _code_digest(code: CodeType) -> str:
+    """Over what the code does; where it stands and its comments do not count."""
+
+    def parts(one: CodeType) -> Iterator[str]:
+        yield from (one.co_code.hex(), repr(one.co_names), repr(one.co_varnames))
+        for constant in one.co_consts:
+            if isinstance(constant, CodeType):
+                yield from parts(constant)
+            elif isinstance(constant, frozenset):
+                yield repr(sorted(map(repr, constant)))
+            else:
+                yield repr(constant)
+
+    return hashlib.sha256("\n".join(parts(code)).encode()).hexdigest()[:12]
+
+
+class Scope:
+    """Where sources are looked up: a live module and the globals of its forward."""
+
+    def __init__(self, module: nn.Module, imports: Mapping[str, str]) -> None:
+        self.module = module
+        self.globals: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__
+        self._imports = imports
+
+    def __getitem__(self, name: str) -> Any:
+        """A global, or a module that torch imported for the program under a name of its own."""
+        if name in self.globals:
+            return self.globals[name]
+        if name in self._imports:
+            return importlib.import_module(self._imports[name])
+        raise KeyError(name)
+
+    def look(self, source: str) -> Any:
+        """What a source gives now. Raises whatever looking it up raises."""
+        return self.evaluate(ast.parse(source, mode="eval").body)
+
+    def evaluate(self, node: ast.expr) -> Any:
+        """The same, of a parsed source."""
+        if isinstance(node, ast.Name) and node.id == "self":
+            return self.module
+        if isinstance(node, ast.Name) and node.id == "G":
+            return self
+        if isinstance(node, ast.Attribute):
+            return getattr(self.evaluate(node.value), node.attr)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            return self.evaluate(node.value)[node.slice.value]
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "type"
+            and len(node.args) == 1
+        ):
+            return type(self.evaluate(node.args[0]))
+        raise LookupError(ast.unparse(node))
+
+    def now(self, source: str) -> str | None:
+        """What a source gives now, in words; ABSENT for nothing, None for what nobody can tell."""
+        try:
+            return described_value(self.look(source))
+        except (AttributeError, KeyError, IndexError, TypeError):
+            return ABSENT
+        except (SyntaxError, LookupError):
+            return None  # an expression of torch's own that names no place
+
+
+def unmet(conditions: Sequence[Condition], scope: Scope) -> dict[str, tuple[str, str]]:
+    """Source → (then, now) of every condition that does not hold."""
+    looked = [(condition, scope.now(condition.source)) for condition in conditions]
+    return {c.source: (c.value, now) for c, now in looked if now is not None and now != c.value}

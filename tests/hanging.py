@@ -1,0 +1,7 @@
+"""A module whose import does not end."""
+
+from __future__ import annotations
+
+import time
+
+time.sleep(3600)
