@@ -13,8 +13,9 @@ import importlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ _PLACES = {
     "torch._inductor": ["list_mode_options"],
     "torch._inductor.async_compile": ["CompiledTritonKernels.key"],
     "torch._inductor.output_code": ["CompiledFxGraph"],
+    "torch._inductor.runtime.cache_dir_utils": ["cache_dir"],
     "torch._inductor.runtime.hints": ["DeviceProperties"],
+    "torch._inductor.triton_bundler": ["TritonBundler.collect"],
     "torch._C._dynamo.guards": ["GlobalStateGuard"],
     "torch._C": ["_len_torch_function_stack", "_len_torch_dispatch_stack"],
     "torch.nn.modules.module": ["_global_forward_hooks", "_global_forward_pre_hooks"],
@@ -52,7 +55,7 @@ class Guarded:
     """Something that the trace depended on, as torch's guards say."""
 
     source: str
-    """The expression that gives it: ``self.scale``, ``G['SCALE']``, ``x``."""
+    """The expression that gives it: ``L['self'].scale``, ``G['SCALE']``, ``L['x']``."""
     value: object
     has_value: bool
     """False where torch could not look it up, or it is not there."""
@@ -89,7 +92,7 @@ def make(
     noted: list[Guarded] = []
 
     def note(entries: Sequence[Any]) -> list[bool]:
-        noted.extend(map(_guarded, entries))
+        noted.extend(_guarded(entry) for entry in entries)
         return [False for _ in entries]
 
     choice = dict(options)
@@ -98,7 +101,7 @@ def make(
         chosen = {**torch._inductor.list_mode_options(mode, False), **chosen}
     chosen["guard_filter_fn"] = note
     choice |= {"fullgraph": True, "dynamic": False, "options": chosen}
-    with config.patch(enable_aot_compile=True), _one_rank():
+    with config.patch(enable_aot_compile=True), _one_rank(), _binaries_only():
         compiled: Any = torch.compile(type(function).forward, **choice)
         made = compiled.aot_compile(((function, *args), dict(kwargs)))
     info = made.source_info()
@@ -122,6 +125,34 @@ def _guarded(entry: Any) -> Guarded:
     )
 
 
+BINARIES = (".cubin", ".json", ".hsaco", ".zebin", ".spv")
+"""What launching a Triton kernel needs; the steps on the way to it are four times as large."""
+
+
+@contextmanager
+def _binaries_only() -> Iterator[None]:
+    """Kernels are bundled without the intermediate code that Triton keeps beside them."""
+    from torch._inductor.triton_bundler import TritonBundler
+
+    collect = vars(TritonBundler)["collect"]
+
+    def collecting(cls: type[TritonBundler]) -> Any:
+        bundle, metadata = collect.__get__(None, cls)()
+        kernels = [
+            dataclasses.replace(
+                kernel, artifacts=[a for a in kernel.artifacts if a.filename.endswith(BINARIES)]
+            )
+            for kernel in bundle.kernel_artifacts
+        ]
+        return dataclasses.replace(bundle, kernel_artifacts=kernels), metadata
+
+    setattr(TritonBundler, "collect", classmethod(collecting))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(TritonBundler, "collect", collect)  # noqa: B010
+
+
 @contextmanager
 def _one_rank() -> Iterator[None]:
     """Code that names no device index, in a torch that can generate it."""
@@ -137,6 +168,7 @@ def _one_rank() -> Iterator[None]:
 
 
 class _Moving(threading.local):
+    ours = False
     indices: tuple[int, int] | None = None
     moved: int = 0
     left: tuple[str, ...] = ()
@@ -166,11 +198,11 @@ def load(data: bytes, indices: tuple[int, int] | None = None) -> Loaded:
     from torch._dynamo.aot_compile import AOTCompiledFunction
 
     _install()
-    _moving.indices, _moving.moved, _moving.left = indices, 0, ()
+    _moving.ours, _moving.indices, _moving.moved, _moving.left = True, indices, 0, ()
     try:
         loaded = AOTCompiledFunction.deserialize(data)
     finally:
-        _moving.indices = None
+        _moving.ours, _moving.indices = False, None
     return Loaded(loaded.fn, _moving.moved, _moving.left)
 
 
@@ -184,8 +216,13 @@ def _install() -> None:
             return
 
         def deserialize(entry: Any, *rest: Any, **named: Any) -> Any:
-            if _moving.indices is not None:
-                _move(entry, *_moving.indices)
+            if _moving.ours:
+                # torch copies the whole entry, in case somebody wants to save it again.
+                entry.__deepcopy__ = lambda memo: entry
+                for graph in _graphs(entry):
+                    _rebase(graph)
+                    if _moving.indices is not None:
+                        _move_graph(graph, *_moving.indices)
             return original(entry, *rest, **named)
 
         deserialize._compilecache = True  # type: ignore[attr-defined]
@@ -225,11 +262,30 @@ def rewritten(source: str, old: int, new: int) -> tuple[str, int, tuple[str, ...
     )
 
 
-def _move(entry: Any, old: int, new: int) -> None:
-    """A bundled entry, with everything in it that names the old device index changed in place."""
+def _graphs(entry: Any) -> Iterator[Any]:
+    """Forward and backward of a bundled entry."""
     for part in (entry.compiled_fw, entry.compiled_bw):
         if part is not None:
-            _move_graph(part.result, old, new)
+            yield part.result
+
+
+def _rebase(graph: Any) -> None:
+    """Lets kernels look for the winners of their tuning in this cache root, not the one of old."""
+    bundle = getattr(graph, "_triton_bundle", None)
+    for autotuner in bundle.static_autotuners if bundle is not None else ():
+        kernel = autotuner.kernel
+        if isinstance(name := getattr(kernel, "filename", None), str):
+            kernel.filename = _in_root(name)
+        tuned: Any = getattr(getattr(kernel, "save_cache_hook", None), "__self__", None)
+        local = getattr(tuned, "local_cache", None)
+        if isinstance(local, tuple) and len(local) == 2:
+            tuned.local_cache = (local[0], _in_root(local[1]))
+
+
+def _in_root(path: str) -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(Path(cache_dir(), *Path(path).parts[-2:]))
 
 
 def _move_graph(graph: Any, old: int, new: int) -> None:
@@ -274,15 +330,13 @@ def _renamed_kernels(before: str, after: str) -> dict[str, str]:
     return {CompiledTritonKernels.key(a): CompiledTritonKernels.key(b) for a, b in pairs}
 
 
+_KERNEL = re.compile(r"async_compile\.triton\('\w+', '''(.*?)'''", re.DOTALL)
+
+
 def _kernel_sources(source: str) -> list[str]:
     """The second argument of every ``async_compile.triton(name, source, …)``."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            second = node.args[1] if len(node.args) > 1 else None
-            if node.func.attr == "triton" and isinstance(second, ast.Constant):
-                found.append(str(second.value))
-    return found
+    texts: list[str] = _KERNEL.findall(source)
+    return [str(ast.literal_eval(f"'''{text}'''")) if "\\" in text else text for text in texts]
 
 
 def _move_autotuner(kernel: Any, old: int, new: int) -> None:
@@ -376,7 +430,7 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def import_ahead(device_type: str) -> None:
+def import_ahead() -> None:
     """Imports what loading a program needs; meant for a thread beside other work."""
     names = [
         "torch._dynamo.aot_compile",
@@ -386,8 +440,8 @@ def import_ahead(device_type: str) -> None:
         "torch._inductor.async_compile",
         "torch._inductor.compile_fx",
     ]
-    if device_type == "cuda":
+    if torch.cuda.is_available():
         names += ["torch._inductor.runtime.triton_heuristics", "triton"]
-    with ExitStack():
-        for name in names:
+    for name in names:
+        with suppress(ImportError, AttributeError):  # it is imported where it is needed, then
             importlib.import_module(name)

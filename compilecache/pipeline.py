@@ -231,13 +231,14 @@ class _Warming:
             with self._surviving(str(target)):
                 raise error
         self._judge(target, run, complete=complete and not run.troubles)
+        status = self._status(target, run, complete=complete)
         published = self._keep(target, run, complete=complete)
-        return self._row(target, self._status(target, run), run=run, published=published)
+        return self._row(target, status, run=run, published=published)
 
-    def _status(self, target: CompileTarget, run: Run) -> Status:
+    def _status(self, target: CompileTarget, run: Run, *, complete: bool) -> Status:
         if not run.evidence.compiled_nothing:
             return "compiled"
-        if run.origin is not None:
+        if run.origin is not None and not complete:
             return "rewritten"
         return "restored" if target.key in self._restored.keys else "local"
 

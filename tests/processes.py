@@ -22,7 +22,9 @@ DEADLINE = 240.0
 T = TypeVar("T")
 
 SETTINGS = {
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "main", TESTS / "guard"))),
+    "PYTHONPATH": os.pathsep.join(
+        map(str, (ROOT, TESTS, TESTS / "main", TESTS / "guard", TESTS / "programs"))
+    ),
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "2",
     # One process, so that a kill ends all of it; and no libraries just to ask the CPU what it can.

@@ -31,24 +31,44 @@ LISTED = 64
 LONGEST = 120
 """Letters of a value; of longer ones the digest."""
 
-_ROOT = re.compile(r"self\b|G\[")
-_OF_TORCH = re.compile(r"G\['(__builtins|__import_torch(?:_dot_|'))|G\['torch'\]")
+_LOCAL = re.compile(r"\bL\['(\w+)'\]")
+_OF_TORCH = re.compile(
+    r"G\['(__builtins|__import_torch(?:_dot_|'))|G\['torch'\]|__import__\('torch'\)"
+)
 """torch's own modules and Python's builtins: the fingerprint holds their versions."""
 
 
-def conditions_of(guards: Iterable[Guarded]) -> tuple[Condition, ...]:
+def conditions_of(guards: Iterable[Guarded], scope: Scope) -> tuple[Condition, ...]:
     """What torch's guards say of the module and of globals; arguments are in the key of the call."""
     found: dict[str, str] = {}
     for guard in guards:
-        if not _ROOT.match(guard.source) or _OF_TORCH.match(guard.source):
+        source = _named_source(guard.source, scope)
+        if source is None:
             continue
         if guard.not_in_dict is not None:
-            found[f"{guard.source}.__dict__[{guard.not_in_dict!r}]"] = ABSENT
+            found[f"{source}.__dict__[{guard.not_in_dict!r}]"] = ABSENT
             continue
         described = described_value(guard.value) if guard.has_value else ABSENT
         if described is not None:
-            found[guard.source] = described
+            found[source] = described
     return tuple(Condition(source, value) for source, value in sorted(found.items()))
+
+
+def _named_source(source: str, scope: Scope) -> str | None:
+    """A source with torch's names of locals replaced: the module is ``self``, its closure ``C``.
+
+    None for what depends on arguments of the call, or on torch alone.
+    """
+    if not source or _OF_TORCH.search(source):
+        return None
+    names = set(_LOCAL.findall(source))
+    if names - {scope.first, *scope.closure}:
+        return None
+
+    def renamed(found: re.Match[str]) -> str:
+        return "self" if found[1] == scope.first else f"C[{found[1]!r}]"
+
+    return _LOCAL.sub(renamed, source)
 
 
 def described_value(value: object) -> str | None:
@@ -129,8 +149,18 @@ class Scope:
     """Where sources are looked up: a live module and the globals of its forward."""
 
     def __init__(self, module: nn.Module, imports: Mapping[str, str]) -> None:
+        forward = inspect.unwrap(type(module).forward)
         self.module = module
-        self.globals: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__
+        self.first = forward.__code__.co_varnames[0] if forward.__code__.co_varnames else "self"
+        """What forward calls its module."""
+        self.globals: dict[str, Any] = forward.__globals__
+        self.closure = {
+            name: cell.cell_contents
+            for name, cell in zip(
+                forward.__code__.co_freevars, forward.__closure__ or (), strict=True
+            )
+            if name != "__class__"
+        }
         self._imports = imports
 
     def __getitem__(self, name: str) -> Any:
@@ -151,6 +181,8 @@ class Scope:
             return self.module
         if isinstance(node, ast.Name) and node.id == "G":
             return self
+        if isinstance(node, ast.Name) and node.id == "C":
+            return self.closure
         if isinstance(node, ast.Attribute):
             return getattr(self.evaluate(node.value), node.attr)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):

@@ -7,8 +7,10 @@ cannot be a program (graph breaks, hooks, wrappers, …) goes by engine ``trace`
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from pydantic import JsonValue
@@ -41,6 +43,9 @@ from compilecache.shapes import CompileTarget
 from compilecache.sources import import_name, source_digest
 from compilecache.workload import Workload
 
+TUNED = (".best_config",)
+"""Which of several compiled kernels was fastest: a rewritten program tunes a few of them anew."""
+
 NOT_PACKED = ("fxgraph/", "aotautograd/", f"{FOLDER}/")
 """What a program needs none of: it holds its graphs itself."""
 
@@ -70,6 +75,9 @@ class ProgramEngine:
         self._elsewhere = elsewhere
         self._no_program: dict[str, str] = {}
         """Functions that cannot be programs, and why."""
+        # Beside the restore, which waits for disks and networks; joined before torch is used.
+        self._imports = threading.Thread(target=aot_names.import_ahead, daemon=True)
+        self._imports.start()
 
     @property
     def harness(self) -> Harness:
@@ -80,6 +88,7 @@ class ProgramEngine:
         self, replica: Replica, targets: Iterable[CompileTarget], instances: int = 1
     ) -> None:
         """As engine ``trace`` does; on top of it the look-up of programs. Raises as that does."""
+        self._imports.join()
         needed = list(targets)
         functions = self.harness.workload.functions(replica.module)
         names = sorted({target.spec.function for target in needed})
@@ -146,12 +155,12 @@ class ProgramEngine:
             path = program_among(present)
             if path is None:
                 return
-            yield _Way(self, "its program was not used", path, present)
+            yield _Way(self, "its program was not used", True, path, present)
         elif torch.device(target.device).type == "cuda":
             files = self._elsewhere(target)
             path = program_among(files or ())
             if files is not None and path is not None:
-                yield _Way(self, "the program of another device was not used", path, files)
+                yield _Way(self, "the program of another device was not used", False, path, files)
         yield _Way(self, "no program")
 
     def once(self, target: CompileTarget, module: nn.Module) -> None:
@@ -170,6 +179,8 @@ class _Way:
     engine: ProgramEngine
     words: str
     """What it means when it leads nowhere."""
+    known: bool = False
+    """Whether the file belongs to a record of this very target, so that its canary has passed."""
     path: str | None = None
     """The program's file below the root; None to compile it."""
     files: Collection[str] = ()
@@ -226,16 +237,15 @@ class _Way:
         if self.program is None:  # a program of an earlier warm-up served it
             return Run(harness.evidence(seen, set()), frozenset(), engine="program")
         assert self.header is not None
-        foreign = harness.foreign(seen)
-        foreign = {path for path in foreign if not path.startswith(f"{FOLDER}/")}
+        ours = (f"{FOLDER}/",) if self.path is None or self.known else (f"{FOLDER}/", *TUNED)
+        foreign = {path for path in harness.foreign(seen) if not _is(path, ours)}
         evidence = harness.evidence(seen, foreign, found=int(self.path is not None))
-        if self.path is not None:
-            files = frozenset(self.files)
-            moved = self.header.device if self._moves(target) else None
-            return Run(evidence, files, engine="program", origin=moved)
-        path = write_program(harness.cache.root, self.header, self.data)
         kept = {path for path in harness.needed(seen) if not path.startswith(NOT_PACKED)}
-        return Run(evidence, frozenset({path, *kept}), engine="program")
+        if self.path is None:
+            path = write_program(harness.cache.root, self.header, self.data)
+            return Run(evidence, frozenset({path, *kept}), engine="program")
+        origin = self.header.device if self._moves(target) else None
+        return Run(evidence, frozenset({*self.files, *kept}), engine="program", origin=origin)
 
     def _moves(self, target: CompileTarget) -> bool:
         return self.header is not None and self.header.device != target.device
@@ -270,7 +280,7 @@ class _Way:
             self.engine.give_up(target, reason)
             raise NoProgram(reason) from error
         scope = Scope(function, made.imports)
-        conditions = conditions_of(made.guards)
+        conditions = conditions_of(made.guards, scope)
         unchecked = [c.source for c in conditions if scope.now(c.source) is None]
         header = Header(
             spec=target.spec,
@@ -335,7 +345,7 @@ class _Way:
         if self.path is None:
             reference = self._reference(target, module, program)
             self.header = self.header.model_copy(update={"reference": reference})
-        elif self._moves(target):
+        elif self._moves(target) and not self.known:
             self._canary(target, module, program, self.header)
 
     def _reference(
@@ -400,20 +410,27 @@ def torch_build() -> str:
     return f"{torch.__version__} {torch.version.git_version}"
 
 
+def _is(path: str, kinds: tuple[str, ...]) -> bool:
+    """Whether a file lies in one of these folders, or ends so."""
+    return path.startswith(kinds) or path.endswith(kinds)
+
+
+@cache
+def _source_digest(module: str) -> str:
+    """Once a process: what was imported does not change."""
+    try:
+        return source_digest(module)
+    except (ImportError, OSError, SyntaxError, UnicodeDecodeError) as error:
+        return f"unreadable: {type(error).__name__}"
+
+
 def _digests(modules: Iterable[str]) -> dict[str, str]:
     """Of the syntax trees of these modules, but torch's own and the script that is run.
 
     A script's classes, and what they reach in it, are in the fingerprint.
     """
-    found = {}
-    for name in sorted(modules):
-        if name.partition(".")[0] in ("torch", "__main__"):
-            continue
-        try:
-            found[import_name(name)] = source_digest(name)
-        except (ImportError, OSError, SyntaxError, UnicodeDecodeError) as error:
-            found[import_name(name)] = f"unreadable: {type(error).__name__}"
-    return found
+    names = (name for name in modules if name.partition(".")[0] not in ("torch", "__main__"))
+    return {import_name(name): _source_digest(name) for name in sorted(names)}
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

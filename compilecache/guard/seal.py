@@ -149,6 +149,9 @@ class Seal:
             attempt = replace(attempt, function=call.planned.words)
         if call is None:
             return self._error(attempt, f"It is in no plan{self._reasons(attempt)}", _OTHER_STEP)
+        if reasons := _program_reasons(call):
+            detail = f"Its program does not fit any more: {'; '.join(reasons)}"
+            return self._error(attempt, detail, _PROGRAM_STEP, target=call.planned.name)
         if attempt.code not in call.planned.codes:
             detail = f"It runs inside '{call.planned.name}' and did not when that was warmed"
             return self._error(attempt, f"{detail}{self._reasons(attempt)}", _INSIDE_STEP)
@@ -175,13 +178,6 @@ class Seal:
             )
         if target.key in self.planned.failed:
             return f"'{target}' is planned, but warming it failed", "See warm.report for the reason"
-        programs = dispatch.of(call.planned.function)
-        reasons = programs.why(call.args, call.kwargs) if programs is not None else []
-        if reasons:
-            return (
-                f"'{target}' is warm, but its program does not fit: {'; '.join(reasons)}",
-                "Undo that, or do it before ensure_warm",
-            )
         differs = self.state.differences()
         state = f"; this thread differs in {', '.join(differs)}" if differs else ""
         return (
@@ -237,6 +233,12 @@ class Seal:
         return [ident for ident in stepping if hooks.in_backward(ident)]
 
 
+def _program_reasons(call: Call) -> list[str]:
+    """Why the program of such a call was not taken; empty where there is none."""
+    programs = dispatch.of(call.planned.function)
+    return [] if programs is None else programs.why(call.args, call.kwargs)[:REASONS_SHOWN]
+
+
 @contextmanager
 def _naming_the_limit() -> Iterator[None]:
     try:
@@ -260,5 +262,6 @@ _OTHER_STEP = (
     "Run it once before ensure_warm, give it a plan of its own, or pass on_miss='serialize'"
 )
 _INSIDE_STEP = "Register hooks and change what the model calls before ensure_warm, not after"
+_PROGRAM_STEP = "Undo that, or do it before ensure_warm; engine 'trace' takes more kinds of change"
 _PLAN_STEP = "Add the call to the plan and warm again, or pass on_miss='serialize'"
 _PAD_STEP = "Pad the batch to a planned shape (PlannedCollate), or add this one to the plan"
