@@ -402,6 +402,14 @@ def state_words() -> dict[str, str]:
 # -- modules --------------------------------------------------------------------------------
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """The dictionaries in which a module keeps its hooks."""
+    return tuple(vars(module)[name] for name in HOOKS)
+
+
 def global_hooks() -> tuple[dict[Any, Any], ...]:
     """Hooks that are registered for every module of the process."""
     from torch.nn.modules import module

@@ -99,7 +99,7 @@ def fingerprint(
     engine: EngineName = "trace",
 ) -> Fingerprint:
     """The fingerprint of a workload's module in this process, for devices of ``device``'s kind."""
-    kind = {} if engine == "trace" else {"engine": "program"}
+    kind = {} if engine == "trace" else {"engine": "program", **_besides(workload, module)}
     return Fingerprint(
         {
             **_versions(),
@@ -211,6 +211,24 @@ def modules_digest(module: nn.Module) -> str:
     lines = [f"{name} {_class_name(type(child))} {child.extra_repr()}" for name, child in named]
     text = re.sub(r"\b0x[0-9a-f]+", "", "\n".join(lines))
     return f"{_class_name(type(module))}, {len(named)} modules, {_short(text)}"
+
+
+def _besides(workload: Workload, module: nn.Module) -> dict[str, str]:
+    """What makes a program impossible in this process and shows in no class: mostly nothing.
+
+    Whoever has hooks shares no records with those who have none.
+    """
+    from compilecache import aot_names
+    from compilecache.engines.trace import is_given
+
+    named = list(module.named_modules())
+    hooked = [name for name, child in named if any(aot_names.hooks_of(child))]
+    patched = [name for name, child in named if "forward" in vars(child)]
+    given = [name for name, one in workload.functions(module).items() if is_given(one)]
+    found = {"hooks": hooked, "forwards": patched, "compiled": given}
+    return {
+        f"workload.{what}": " ".join(map(repr, names)) for what, names in found.items() if names
+    }
 
 
 def _class_name(cls: type) -> str:

@@ -7,7 +7,8 @@ root to prove in TORCHINDUCTOR_CACHE_DIR.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from compilecache.cachedir import CacheDir
 from compilecache.contents import TRANSIENT
 from compilecache.engines.choice import engine_of
-from compilecache.engines.harness import Replica, Run
+from compilecache.engines.harness import Run
 from compilecache.errors import CompileCacheError, CompileFailed
 from compilecache.fingerprint import Fingerprint, fingerprint
 from compilecache.kernels import is_group
@@ -33,28 +34,21 @@ def run(request: Request) -> Result:
     cache.prepare()
     cache.use()
     plan, options = request.plan, request.plan.compile_options
+    targets = plan.targets(request.devices)
+    replicas = build_replicas(workload, request.devices)
+    first = next(replicas)
+    device = torch.device(first.device)
+    mark = fingerprint(workload, first.module, device, options=options, engine=plan.engine)
+    present = _fill(request, cache, mark, {target.key for target in targets})
+    # After the fingerprint: it imports parts of torch in a thread, which another import might meet.
     engine = engine_of(plan.engine, workload, cache, options)
-    targets = request.plan.targets(request.devices)
-    marks: list[Fingerprint] = []
-    present: dict[str, list[str]] = {}
-
-    def replicas() -> Iterator[Replica]:
-        for replica in build_replicas(workload, request.devices):
-            if not marks:
-                device = torch.device(replica.device)
-                marks.append(
-                    fingerprint(
-                        workload, replica.module, device, options=options, engine=plan.engine
-                    )
-                )
-                present.update(_fill(request, cache, marks[0], {target.key for target in targets}))
-            yield replica
 
     def expected(target: CompileTarget) -> Collection[str]:
         return present.get(target.key, ())
 
-    rows = [_row(*pair) for pair in walk(engine, replicas(), targets, expected)]
-    return Result(fingerprint=marks[0].dump(), rows=tuple(rows))
+    ran = walk(engine, chain([first], replicas), targets, expected)
+    rows = tuple(_row(target, outcome, recorded=target.key in present) for target, outcome in ran)
+    return Result(fingerprint=mark.dump(), rows=rows)
 
 
 def _fill(
@@ -77,11 +71,13 @@ def _fill(
     return {key: [entry.path for entry in records[key].files] for key in known}
 
 
-def _row(target: CompileTarget, run: Run | CompileFailed) -> Row:
+def _row(target: CompileTarget, run: Run | CompileFailed, *, recorded: bool) -> Row:
     if isinstance(run, CompileFailed):
         return Row(target=target, error=str(run))
     files = tuple(sorted(run.files))
-    notes = (*run.notes, *map(str, run.troubles))
+    notes = run.notes
+    if notes and not recorded:
+        notes = ("no program: the cache root has no record of the target",)
     return Row(target=target, evidence=run.evidence, files=files, engine=run.engine, notes=notes)
 
 

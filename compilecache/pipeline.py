@@ -16,9 +16,11 @@ import torch
 from pydantic import JsonValue
 
 from compilecache import torch_names
+from compilecache.artifact import Record
 from compilecache.cachedir import CacheDir
 from compilecache.engines.choice import Engine, engine_of
 from compilecache.engines.harness import Replica, Run
+from compilecache.engines.programfile import program_among
 from compilecache.engines.trace import SPARE_ENTRIES
 from compilecache.errors import (
     CompileCacheError,
@@ -226,11 +228,13 @@ class _Warming:
         return self._row(target, "failed", error=str(error))
 
     def _ran(self, target: CompileTarget, run: Run) -> TargetReport:
-        complete = target.key in self._exchange.complete
+        record = self._exchange.complete.get(target.key)
+        complete = record is not None
         for error in run.troubles:
             with self._surviving(str(target)):
                 raise error
-        self._judge(target, run, complete=complete and not run.troubles)
+        as_expected = not run.troubles and (run.engine == "program" or not _is_program(record))
+        self._judge(target, run, complete=complete and as_expected)
         status = self._status(target, run, complete=complete)
         published = self._keep(target, run, complete=complete)
         return self._row(target, status, run=run, published=published)
@@ -365,6 +369,10 @@ class _Warming:
             restore_seconds=self._restored.seconds,
             seconds=seconds,
         )
+
+
+def _is_program(record: Record | None) -> bool:
+    return record is not None and program_among([e.path for e in record.files]) is not None
 
 
 def _why(run: Run) -> str:

@@ -57,15 +57,20 @@ class Row(BaseModel):
         """It ran from the cache and generated no code."""
         return bool(self.evidence and self.evidence.compiled_nothing and self.evidence.hits)
 
-    def __str__(self) -> str:
+    @property
+    def seen(self) -> str:
+        """What it did, in words; why it failed."""
         seen = self.evidence
         if seen is None:
-            return f"{self.target}: {self.error}"
-        by = f"{self.engine}, " if self.engine != "trace" else ""
+            return str(self.error)
         return (
-            f"{self.target}: {by}{seen.hits} hits, {seen.misses} misses, {seen.bypasses} bypasses, "
+            f"{seen.hits} hits, {seen.misses} misses, {seen.bypasses} bypasses, "
             f"{seen.launches} compiler launches, {len(seen.foreign_files)} new files"
         )
+
+    def __str__(self) -> str:
+        by = f"{self.engine}, " if self.engine != "trace" else ""
+        return f"{self.target}: {by}{self.seen}"
 
 
 class Result(BaseModel):

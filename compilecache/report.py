@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -104,10 +105,16 @@ class Report(BaseModel):
         for name, row in zip(names, self.targets, strict=True):
             status, *cells = _cells(row)
             table.add_row(name, status, *((row.engine,) if mixed else ()), *cells)
-        reasons = dict.fromkeys(note for row in self.targets for note in row.notes)
-        if not reasons:
-            return table
-        return Group(table, *(Text(f"note: {reason}") for reason in reasons))
+        notes = distinct_notes((row.target, row.notes) for row in self.targets)
+        return Group(table, *map(Text, notes)) if notes else table
+
+
+def distinct_notes(notes: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """The notes of targets, each once, as lines for people; one says how many it stands for."""
+    count = Counter(
+        note.replace(f"the program of '{target}'", "it") for target, said in notes for note in said
+    )
+    return [f"note: {note}{f' ({n} targets)' if n > 1 else ''}" for note, n in count.items()]
 
 
 def without_common(names: Sequence[str]) -> tuple[str, list[str]]:

@@ -22,7 +22,7 @@ from compilecache.errors import (
     UntrustedArtifact,
 )
 
-COMMANDS = ("plan", "fingerprint", "warm", "restore", "verify", "publish", "ls")
+COMMANDS = ("plan", "fingerprint", "warm", "restore", "verify", "explain", "publish", "ls")
 
 DONE, FAULT, USAGE, NOT_WARM, DAMAGED, TIMED_OUT = range(6)
 """Exit codes."""

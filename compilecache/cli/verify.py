@@ -101,20 +101,24 @@ def _print(result: Result, damaged: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from compilecache.report import without_common
+    from compilecache.report import distinct_notes, without_common
 
     warm = sum(row.warm for row in result.rows)
     common, names = without_common([str(row.target) for row in result.rows])
     table = Table(box=None, title_justify="left", caption_justify="left")
     table.title = f"{warm} of {len(result.rows)} targets are warm"
     table.caption = f"all: {common}" if common else None
-    for column in ("target", "warm", "what was seen"):
+    mixed = any(row.engine != "trace" for row in result.rows)
+    for column in ("target", "warm", *(("engine",) if mixed else ()), "what was seen"):
         table.add_column(column, overflow="fold")
     table.add_column("first s", justify="right")
     for name, row in zip(names, result.rows, strict=True):
-        table.add_row(name, "yes" if row.warm else "NO", _seen(row), _seconds(row))
+        engine = (row.engine,) if mixed else ()
+        table.add_row(name, "yes" if row.warm else "NO", *engine, row.seen, _seconds(row))
     console = Console(highlight=False)
     console.print(table)
+    for note in distinct_notes((str(row.target), row.notes) for row in result.rows):
+        console.print(note, markup=False)
     for fault in damaged:
         console.print(f"damaged: {fault}")
     if damaged or warm < len(result.rows):
@@ -123,7 +127,3 @@ def _print(result: Result, damaged: list[str]) -> None:
 
 def _seconds(row: Row) -> str:
     return f"{row.evidence.seconds:.2f}" if row.evidence else "-"
-
-
-def _seen(row: Row) -> str:
-    return str(row).removeprefix(f"{row.target}: ")

@@ -30,7 +30,7 @@ from compilecache.engines.programfile import (
     sealed,
     write_program,
 )
-from compilecache.engines.trace import SPARE_ENTRIES, TraceEngine
+from compilecache.engines.trace import SPARE_ENTRIES, TraceEngine, is_given
 from compilecache.engines.watched import refuse_unwatchable, tensors_digest, watch_of
 from compilecache.errors import (
     ChecksumMismatch,
@@ -92,7 +92,7 @@ class ProgramEngine:
         needed = list(targets)
         functions = self.harness.workload.functions(replica.module)
         names = sorted({target.spec.function for target in needed})
-        given = {name for name in names if self._trace.is_given(functions.get(name))}
+        given = {name for name in names if name in functions and is_given(functions[name])}
         self._trace.compile_in_place(replica, needed, instances)
         for name in names:
             if name not in self._no_program:
@@ -145,6 +145,8 @@ class ProgramEngine:
         if not notes:
             reason = self._no_program.get(target.spec.function, "it was published by trace")
             notes.append(f"no program: {reason}")
+        if present is not None and not by_trace and not troubles:
+            run = replace(run, files=frozenset())  # a program of it is published, for others
         return replace(run, notes=tuple(notes), troubles=tuple(troubles))
 
     def _ways(self, target: CompileTarget, present: Collection[str] | None) -> Iterator[_Way]:
@@ -209,7 +211,7 @@ class _Way:
         except CompileFailed as error:
             dispatcher.table = before
             if isinstance(error.__cause__, NoProgram):
-                raise error.__cause__ from error
+                raise error.__cause__ from error.__cause__.__cause__
             if self.path is None:
                 raise  # the step itself fails
             raise NoProgram(first_line(error.__cause__ or error)) from error

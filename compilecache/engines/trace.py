@@ -26,6 +26,11 @@ _OURS: WeakSet[nn.Module] = WeakSet()
 """Functions that this process compiled in place here."""
 
 
+def is_given(function: nn.Module) -> bool:
+    """Whether a function was compiled by somebody else, with options of their own."""
+    return torch_names.is_compiled(function) and function not in _OURS
+
+
 class TraceEngine:
     """Compiles modules in place and runs targets through them."""
 
@@ -66,10 +71,6 @@ class TraceEngine:
             if not self._keeps_programs:
                 dispatch.remove(functions[name])
             self._compile(functions[name], len(needed) * instances)
-
-    def is_given(self, function: nn.Module | None) -> bool:
-        """Whether a function was compiled by somebody else, with options of their own."""
-        return function is not None and torch_names.is_compiled(function) and function not in _OURS
 
     def _compile(self, function: nn.Module, needed: int) -> None:
         inner = torch_names.original(function)

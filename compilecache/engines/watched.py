@@ -22,8 +22,6 @@ from compilecache.engines.conditions import ABSENT, Scope
 from compilecache.engines.programfile import Condition
 from compilecache.errors import PlanError
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 _CONSTANT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -253,7 +251,7 @@ def watch_of(
         for child in children
         for key, inner in child._modules.items()
     ]
-    hooks = [vars(child)[name] for child in children for name in HOOKS]
+    hooks = [held for child in children for held in aot_names.hooks_of(child)]
     return Watch(
         LiveTensors(module),
         Slots(found.objects),
@@ -318,7 +316,7 @@ def refuse_unwatchable(module: nn.Module) -> None:
 def _unwatchable(module: nn.Module) -> str | None:
     for name, child in module.named_modules():
         where = f"'{name}' ({type(child).__name__})" if name else type(child).__name__
-        if any(vars(child)[hooks] for hooks in HOOKS):
+        if any(aot_names.hooks_of(child)):
             return f"{where} has hooks, which are not part of a program"
         if "forward" in vars(child):
             return f"{where} has a forward of its own, beside that of its class"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,8 +13,9 @@ from torch.nn.utils import parametrize
 from workloads import Doubling, Product
 
 from compilecache import torch_names
+from compilecache.engines.watched import refuse_unwatchable
 from compilecache.ensure import ensure_warm
-from compilecache.errors import CompileCacheError, FingerprintMismatch, UnexpectedCompile
+from compilecache.errors import FingerprintMismatch, PlanError, UnexpectedCompile
 from compilecache.guard.warm import Warm
 from compilecache.report import Report
 
@@ -70,6 +71,26 @@ class Nested(nn.Module):
         return self.second(self.first(x))
 
 
+class Frozen(Product):
+    """Nothing of it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class TwoDeep(nn.Module):
+    """A layer in a layer: its parameters are not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Product()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 8] → [B, 8]."""
+        return x @ self.inner.weight
+
+
 class Breaking(Product):
     """A graph break in the middle."""
 
@@ -116,7 +137,7 @@ class Counting(Product):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, width] → [B, width]."""
         self.count += 1
-        return super().forward(x) + self.count
+        return super().forward(x) + self.count.clamp(max=1)
 
 
 def hooked() -> nn.Module:
@@ -184,32 +205,10 @@ class Saw:
     """What a process saw of one model."""
 
     report: Report
-    equal: bool
-    """Outputs and gradients are those of an eager copy."""
-    frames: int = 0
-    """That Dynamo traced meanwhile."""
-    refused: list[str] = field(default_factory=list)
-
-
-def same_as_eager(model: nn.Module, make: Callable[[], nn.Module], x: torch.Tensor) -> bool:
-    """Whether one training step gives the output and the gradients of an eager copy of the model."""
-    twin = make()
-    twin.load_state_dict(model.state_dict())
-    twin.train(model.training)
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        theirs.requires_grad_(mine.requires_grad)
-        mine.grad = None
-    out, expected = model(x.clone()), twin(x.clone())
-    if expected.requires_grad:
-        out.sum().backward()
-        expected.sum().backward()
-    pairs = [(out, expected)]
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        if (mine.grad is None) != (theirs.grad is None):
-            return False
-        if mine.grad is not None and theirs.grad is not None:
-            pairs.append((mine.grad, theirs.grad))
-    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+    right: bool
+    """Output and gradients are those of the module without its compiled call."""
+    frames: int
+    """That Dynamo traced since the warm-up."""
 
 
 def warm_and_compare(make: Callable[[], nn.Module], root: Path, **options: object) -> Saw:
@@ -218,48 +217,250 @@ def warm_and_compare(make: Callable[[], nn.Module], root: Path, **options: objec
     with make_warm(model, root, **options) as warm:  # type: ignore[arg-type]
         before = torch_names.counts()
         model.train()
-        equal = same_as_eager(model, make, rows())
-        return Saw(warm.report, equal, torch_names.counts().since(before).frames)
+        right = same_values(model)
+        return Saw(warm.report, right, torch_names.counts().since(before).frames)
+
+
+class Adapter(nn.Module):
+    """What LoRA puts around a layer."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 8] → [B, 8]."""
+        return self.base(x) + x
+
+
+class Mixed(Nested):
+    """Computes in the dtype of its second layer, whatever that of the first is."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 8] → [B, 8]."""
+        return self.second(x @ self.first.weight.to(x.dtype))
+
+
+def _cast_first(model: nn.Module) -> None:
+    assert isinstance(model, Mixed)
+    model.first.double()
+
+
+def _scale_global(model: nn.Module) -> None:
+    global SCALE
+    SCALE = 7.0
+
+
+def _adapt(model: nn.Module) -> None:
+    assert isinstance(model, Nested)
+    model.first = Adapter(model.first)  # type: ignore[assignment]
+
+
+def _untie(model: nn.Module) -> None:
+    assert isinstance(model, Nested)
+    model.second.weight = nn.Parameter(torch.eye(8))
+
+
+def _hook_inside(model: nn.Module) -> None:
+    assert isinstance(model, Nested)
+    model.first.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _hook(model: nn.Module) -> None:
+    model.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _patch(model: nn.Module) -> None:
+    model.forward = lambda x: x * 9  # type: ignore[method-assign]
+
+
+def _reload(model: nn.Module) -> None:
+    model.load_state_dict({"weight": torch.eye(8) * 3}, assign=True)
+
+
+def _copy(model: nn.Module) -> None:
+    model.load_state_dict({"weight": torch.eye(8) * 3})
+
+
+def _optimize(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(rows()).sum().backward()
+        optimizer.step()
+
+
+def _reshape(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = torch.ones(8, 4)
+
+
+CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], str]] = {
+    "cast to double": (Product, nn.Module.double, "dtype is float64, planned is float32"),
+    "cast to half": (Product, nn.Module.bfloat16, "dtype is bfloat16, planned is float32"),
+    "cast beside its inputs": (Mixed, _cast_first, "first.weight has dtype torch.float64, had"),
+    "an attribute": (Scaled, lambda m: setattr(m, "scale", 9.0), "self.scale is 9.0, was 1.0"),
+    "in a list": (Scaled, lambda m: m.powers.__setitem__(0, 5), "self.powers[0] is 5, was 2"),
+    "in a slot": (Scaled, lambda m: setattr(m.sizes, "shift", 5.0), "shift is 5.0, was 1.0"),
+    "a config": (Scaled, lambda m: setattr(m, "sizes", Sizes()), "self.sizes was replaced"),
+    "a global": (Scaled, _scale_global, "G['SCALE'] is 7.0, was 1.0"),
+    "the mode": (Dropping, nn.Module.eval, "self.training is False, was True"),
+    "an adapter": (Nested, _adapt, "first was replaced"),
+    "untied": (Nested, _untie, "tied in another way"),
+    "a hook inside": (Nested, _hook_inside, "a hook was registered"),
+    "a hook": (Product, _hook, "a hook was registered"),
+    "a forward": (Product, _patch, "a forward of its own"),
+    "a shape": (Product, _reshape, "weight has shape [8, 4], had [8, 8]"),
+    "a trained buffer": (Frozen, lambda m: m.requires_grad_(True), "was frozen and is trained"),
+    "frozen": (Product, lambda m: m.requires_grad_(False), ""),
+    "a checkpoint": (Product, _copy, ""),
+    "a checkpoint assigned": (Product, _reload, ""),
+    "an optimizer": (Product, _optimize, ""),
+    "nothing": (Scaled, lambda m: None, ""),
+}
+"""What is done to a warm model, and what the refusal of its next call says; "" for a call that is fine."""
+
+
+@dataclass(frozen=True)
+class Called:
+    """What a call said after a change."""
+
+    said: str
+    """The refusal; empty when it went through."""
+    right: bool
+    """Whether the call gives what the changed model gives eagerly: sealed, or else unsealed."""
+
+
+def call_after_changes(root: Path) -> dict[str, Called]:
+    """Every change, each on a model of its own."""
+    global SCALE
+    found = {}
+    for name, (make, change, _) in CHANGES.items():
+        torch._dynamo.reset()
+        SCALE = 1.0
+        found[name] = called_after(make, change, root)
+    return found
 
 
 def called_after(
     make: Callable[[], nn.Module], change: Callable[[nn.Module], object], root: Path
-) -> tuple[str, bool]:
-    """What a call says after a change to a warm model, and whether it is right once unsealed."""
-    model = make()
-    warm = make_warm(model, root)
-    model.train()
-    change(model)
-    said = "it went through"
-    try:
-        model(rows())
-    except UnexpectedCompile as error:
-        said = str(error)
-    warm.close()
-    torch_names.counts()
-    return said, same_values(model)
+) -> Called:
+    """What the next call of a warm model says after a change."""
+    model, said = make(), ""
+    with make_warm(model, root):
+        model.train()
+        change(model)
+        try:
+            right = same_values(model)
+        except UnexpectedCompile as error:
+            said, right = str(error), False
+    return Called(said, right or same_values(model))
 
 
 def same_values(model: nn.Module) -> bool:
-    """Whether a compiled call gives what the same module gives without its compiled call."""
-    dtype = next(model.parameters()).dtype
-    with torch.no_grad():
-        mine = model(rows().to(dtype))
-        compiled, model._compiled_call_impl = model._compiled_call_impl, None
-        expected = model(rows().to(dtype))
-        model._compiled_call_impl = compiled
-    return torch.allclose(mine, expected, rtol=1e-5, atol=1e-6)
-
-
-def mismatch(make: Callable[[], nn.Module], root: Path) -> FingerprintMismatch | None:
-    """The error that a strict start raises; None when it raises none."""
+    """Whether a training step gives what the same module gives without its compiled call."""
+    dtype = list(model.parameters())[-1].dtype
+    mine = _step(model, dtype)
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
     try:
-        make_warm(make(), root, strict=True).close()
+        expected = _step(model, dtype)
+    finally:
+        model._compiled_call_impl = compiled
+    return len(mine) == len(expected) and all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(mine, expected, strict=True)
+    )
+
+
+def _step(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output, then the gradients that there are."""
+    model.zero_grad(set_to_none=True)
+    out = model(x=rows().to(dtype))
+    if out.requires_grad:
+        out.sum().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [out.detach(), *(gradient.clone() for gradient in grads)]
+
+
+def surroundings(root: Path) -> dict[str, str]:
+    """What a call of a warm model says in other surroundings than those it was warmed in."""
+    found = {}
+    model = Product()
+    with make_warm(model, root):
+        model.train()
+
+        def call(name: str, x: torch.Tensor, *, positional: bool = True) -> None:
+            try:
+                model(x) if positional else model(x=x)
+                found[name] = ""
+            except UnexpectedCompile as error:
+                found[name] = str(error)
+
+        call("by position", rows())
+        call("by name", rows(), positional=False)
+        with torch.no_grad():
+            call("no_grad", rows())
+        with torch.inference_mode():
+            call("inference", rows())
+        with torch.autocast("cpu", torch.bfloat16):
+            call("autocast", rows())
+        torch.set_default_dtype(torch.float64)
+        call("default dtype", rows())
+        torch.set_default_dtype(torch.float32)
+        call("another shape", rows(3))
+        call("another dtype", rows().double())
+        call("strides", rows(8).t()[:2])
+        call("wants a gradient", rows().requires_grad_())
+    return found
+
+
+def mismatch(make: Callable[[], nn.Module], root: Path, store: Path) -> tuple[str, bool, str]:
+    """What a strict start says of a program that does not fit; what an ordinary one does instead."""
+    said = ""
+    try:
+        make_warm(make(), root, store=store, strict=True).close()
     except FingerprintMismatch as error:
-        return error
-    except CompileCacheError as error:
-        raise AssertionError(f"{type(error).__name__}: {error}") from error
-    return None
+        said = f"{error} {sorted(error.changed)}"
+    torch._dynamo.reset()
+    model = make()
+    with make_warm(model, root, store=store) as warm:
+        model.train()
+        return said, same_values(model), " ".join(warm.report.gave_up)
+
+
+def scaled_twice() -> nn.Module:
+    """As ``Scaled``, with another number: nothing that a fingerprint without a config shows."""
+    return Scaled(2.0)
+
+
+def calls_while_tracing(root: Path, calls: int) -> tuple[int, list[str]]:
+    """Calls in threads while another thread traces without pause: how many went well, and errors."""
+    model = TwoDeep()
+    make_warm(model, root).close()
+    done, tracing, errors = threading.Event(), threading.Event(), []
+    counted = [0, 0]
+
+    def work(place: int) -> None:
+        x = rows()
+        while counted[place] < calls // 2 and not errors:
+            try:
+                model(x).sum().backward()
+                counted[place] += 1
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+
+    tracer = threading.Thread(target=trace_without_pause, args=(done, tracing), daemon=True)
+    tracer.start()
+    tracing.wait(60)
+    workers = [threading.Thread(target=work, args=(place,)) for place in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    done.set()
+    tracer.join()
+    return sum(counted), errors
 
 
 def trace_without_pause(done: threading.Event, tracing: threading.Event) -> None:
@@ -268,3 +469,36 @@ def trace_without_pause(done: threading.Event, tracing: threading.Event) -> None
     while not done.is_set():
         torch.fx.symbolic_trace(stack)
         tracing.set()
+
+
+def _alone() -> None:
+    """A process group of one."""
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def distributed() -> nn.Module:
+    """Wrapped for data-parallel training."""
+    _alone()
+    return nn.parallel.DistributedDataParallel(Product())
+
+
+def sharded() -> nn.Module:
+    """Its parameters are sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    _alone()
+    model = Nested(tied=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def why_not_sharded() -> str:
+    """What is said of it."""
+    try:
+        refuse_unwatchable(sharded())
+    except PlanError as error:
+        return str(error)
+    return ""
