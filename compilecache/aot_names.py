@@ -236,13 +236,15 @@ PATTERNS = (
     r"(\bset_device\(){old}\)",
     r"(DeviceProperties\(type='cuda', index=){old},",
     r"(\btorch\.cuda\.device\(){old}\)",
+    r"(\bdevice\(type='cuda', index=){old}\)",
+    r"(\bdevice\('cuda', ){old}\)",
     r"(\bstream_?guard\(){old}\)",
 )
 """How generated code names a device index."""
 
 _LEFT = (
     r"\bcuda:{old}\b|\b(?:\w*[dD]evice\w*|\w*[sS]tream\w*)\(\s*{old}\s*[,)]"
-    r"|\bdevice(?:_idx|_index|_id)?\s*=\s*{old}\b|DeviceProperties\([^)]*\bindex={old}\b"
+    r"|\bdevice(?:_idx|_index|_id)?\s*=\s*{old}\b|\bcuda'?\s*,\s*(?:index\s*=\s*)?{old}\b"
 )
 """What would still name it."""
 

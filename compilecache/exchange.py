@@ -9,6 +9,7 @@ from pathlib import Path
 
 from compilecache.artifact import ADOPTED, FileEntry, Record, hash_files
 from compilecache.cachedir import CacheDir
+from compilecache.engines.programfile import program_among
 from compilecache.errors import ChecksumMismatch, CompileCacheError, StoreUnavailable
 from compilecache.evidence import Evidence
 from compilecache.fingerprint import Fingerprint
@@ -100,13 +101,14 @@ class Exchange:
         return frozenset(key for key, own in self._elsewhere.items() if own in wanted)
 
     def stand_in(self, target: CompileTarget) -> Record | None:
-        """A complete record of the same spec on another device of the kind."""
+        """A complete record of the same spec's program on another device of the kind."""
         kind = target.device.partition(":")[0]
         for record in self.complete.values():
             other = record.target
             if other is None or other.spec != target.spec or other.device == target.device:
                 continue
-            if other.device.partition(":")[0] == kind:
+            program = program_among([entry.path for entry in record.files])
+            if other.device.partition(":")[0] == kind and program is not None:
                 return record
         return None
 

@@ -163,12 +163,14 @@ def explain_plan(
     Raises PlanError.
     """
     workload = workload_of_plan(plan)
+    for spec in plan.specs:
+        workload.check(spec)
     replica = next(build_replicas(workload, devices[:1]))
     kind = torch.device(replica.device)
     options = plan.compile_options
     mark = fingerprint(workload, replica.module, kind, options=options, engine=plan.engine)
     targets = plan.targets(devices)
-    search = _Search(cache, store, mark, rewriting=plan.engine != "trace")
+    search = Search(cache, store, mark, rewriting=plan.engine != "trace")
     search.look(targets)
     found = []
     for device in devices:
@@ -189,7 +191,7 @@ def explain_plan(
     )
 
 
-class _Search:
+class Search:
     """What root and store have for one fingerprint."""
 
     def __init__(

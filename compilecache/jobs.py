@@ -102,20 +102,24 @@ def restore_plan(
     with cache.lock("restoring", timeout=lock_timeout, waiting=waiting):
         for trouble in exchange.look(repair=True):
             tell(f"warning: {trouble}; moved aside")
-        local = len(exchange.complete)
+        local = len(exchange.keys & exchange.complete.keys())
         done = exchange.restore()
-        lacking = bool(exchange.missing)
+        lacking = [
+            target
+            for key, target in sorted(targets.items())
+            if key in exchange.missing and exchange.stand_in(target) is None
+        ]
         adopted = exchange.adopt(environment(torch.device(devices[0]))) if lacking else 0
     return Restoration(
         fingerprint=mark.digest,
         targets=len(targets),
         local=local,
-        restored=len(done.keys),
+        restored=len(exchange.keys.intersection(done.keys)),
         files=done.files,
         bytes=done.bytes,
         seconds=done.seconds,
         adopted_files=adopted,
-        missing=tuple(str(targets[key]) for key in sorted(exchange.missing)),
+        missing=tuple(map(str, lacking)),
         faults=tuple(map(str, done.faults)),
         damaged=bool(done.faults),
     )

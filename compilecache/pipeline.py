@@ -147,6 +147,7 @@ class _Warming:
             job.options,
             spare=job.spare,
             elsewhere=self._files_elsewhere,
+            strict=job.strict,
         )
         self._restored = Restored()
         self._gave_up: list[str] = []
@@ -231,8 +232,7 @@ class _Warming:
         record = self._exchange.complete.get(target.key)
         complete = record is not None
         for error in run.troubles:
-            with self._surviving(str(target)):
-                raise error
+            self._trouble(str(error))
         as_expected = not run.troubles and (run.engine == "program" or not _is_program(record))
         self._judge(target, run, complete=complete and as_expected)
         status = self._status(target, run, complete=complete)

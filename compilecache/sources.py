@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import sys
 import textwrap
@@ -21,6 +22,20 @@ def source_digest(module_name: str) -> str:
     path = getattr(module, "__file__", None)
     if path is None or not path.endswith(".py"):
         return f"no source: {getattr(module, '__version__', 'unversioned')}"
+    return _digest(ast.parse(Path(path).read_text(encoding="utf-8")).body)
+
+
+def file_digest(module_name: str) -> str:
+    """The same without importing it: a training script would run. Raises ImportError, OSError."""
+    if module_name in sys.modules or module_name != import_name("__main__"):
+        found = sys.modules.get(module_name) or importlib.util.find_spec(module_name)
+    else:
+        found = sys.modules["__main__"]
+    if found is None:
+        raise ModuleNotFoundError(module_name)
+    path = getattr(found, "__file__", None) or getattr(found, "origin", None)
+    if path is None or not path.endswith(".py"):
+        return f"no source: {getattr(found, '__version__', 'unversioned')}"
     return _digest(ast.parse(Path(path).read_text(encoding="utf-8")).body)
 
 

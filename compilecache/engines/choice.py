@@ -45,8 +45,9 @@ def engine_of(
     *,
     spare: int = SPARE_ENTRIES,
     elsewhere: Elsewhere = lambda target: None,
+    strict: bool = False,
 ) -> Engine:
     """The engine of that name; ``auto`` is ``program``, which takes trace where it must."""
     if name == "trace":
         return TraceEngine(workload, cache, options, spare=spare)
-    return ProgramEngine(workload, cache, options, spare=spare, elsewhere=elsewhere)
+    return ProgramEngine(workload, cache, options, spare=spare, elsewhere=elsewhere, strict=strict)

@@ -15,7 +15,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -74,9 +74,9 @@ def _named_source(source: str, scope: Scope) -> str | None:
 def described_value(value: object) -> str | None:
     """A value in words that are equal in every process where it means the same to a trace.
 
-    None for what is compared elsewhere: tensors, and objects whose attributes count one by one.
+    None for parameters, which are compared all together.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, nn.Parameter):
         return None
     text = _described(value)
     if len(text) <= LONGEST:
@@ -88,6 +88,9 @@ def _described(value: object) -> str:
     kind = type(value)
     if isinstance(value, torch.device):
         return f"device {value.type}"  # an index may be rewritten
+    if isinstance(value, Tensor):
+        shape, stride = list(value.shape), value.stride() if value.layout is torch.strided else "-"
+        return f"tensor {shape} {value.dtype} {stride} {value.device.type} {value.requires_grad}"
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
         return f"{kind.__name__} {value!r}"
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
@@ -145,6 +148,22 @@ def _code_digest(code: CodeType) -> str:
     return hashlib.sha256("\n".join(parts(code)).encode()).hexdigest()[:12]
 
 
+class Cells(Mapping[str, Any]):
+    """The variables that a function closes over, as they are now."""
+
+    def __init__(self, cells: Mapping[str, CellType]) -> None:
+        self._cells = cells
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+
 class Scope:
     """Where sources are looked up: a live module and the globals of its forward."""
 
@@ -154,13 +173,8 @@ class Scope:
         self.first = forward.__code__.co_varnames[0] if forward.__code__.co_varnames else "self"
         """What forward calls its module."""
         self.globals: dict[str, Any] = forward.__globals__
-        self.closure = {
-            name: cell.cell_contents
-            for name, cell in zip(
-                forward.__code__.co_freevars, forward.__closure__ or (), strict=True
-            )
-            if name != "__class__"
-        }
+        cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
+        self.closure = Cells({name: cell for name, cell in cells if name != "__class__"})
         self._imports = imports
 
     def __getitem__(self, name: str) -> Any:

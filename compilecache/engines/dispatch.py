@@ -22,6 +22,9 @@ _DISPATCHER = "_compilecache_programs"
 """Where an installed call keeps its dispatcher."""
 
 
+_ARGUMENT = "an argument holds what no program can be looked up by"
+
+
 @dataclass(slots=True)
 class Program:
     """One program, loaded for one module."""
@@ -30,6 +33,10 @@ class Program:
     """Takes the module first."""
     watch: Watch | None = None
     """What must hold for it to be right; None where that was just checked."""
+
+
+class NoProgram(Exception):
+    """No program can be made of a target, or this one cannot be used; in words."""
 
 
 Provide = Callable[[tuple[object, ...], Mapping[str, object], Hashable], Program]
@@ -47,18 +54,27 @@ class Dispatcher:
         self.table: dict[Hashable, Program] = {}
         self.provide: Provide | None = None
         """Set while a target is warmed."""
+        self.served = 0
+        """Calls that were served meanwhile by programs that were there already."""
 
     def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Program | None:
-        """The program that is right for a call now; None when none is."""
+        """The program that is right for a call now; None when none is.
+
+        Raises NoProgram while a target is warmed of which none can be made.
+        """
         try:
             key = self.key(args, kwargs)
-        except Undescribed:
+        except Undescribed as error:
+            if self.provide is not None:
+                raise NoProgram(f"{_ARGUMENT}: {error}") from None
             return None
         program = self.table.get(key)
-        if program is not None and (program.watch is None or program.watch.holds()):
-            return program
+        fits = program is not None and (program.watch is None or program.watch.holds())
         if self.provide is None:
-            return None
+            return program if fits else None
+        if fits:
+            self.served += 1
+            return program
         program = self.table[key] = self.provide(args, kwargs, key)
         return program
 
@@ -67,7 +83,7 @@ class Dispatcher:
         try:
             program = self.table.get(self.key(args, kwargs))
         except Undescribed as error:
-            return [f"an argument holds {error}, which no program can be looked up by"]
+            return [f"{_ARGUMENT}: {error}"]
         return [] if program is None or program.watch is None else program.watch.why()
 
 

@@ -85,6 +85,7 @@ class Seen:
     """First and last run, wall clock."""
     after: set[str] | None = None
     peak: int | None = None
+    """Of device memory; taken at the end where nobody took it before."""
 
 
 class Harness:
@@ -130,7 +131,7 @@ class Harness:
             yield seen
             seen.counted = torch_names.counts().since(start)
         seen.after = self.cache.files()
-        seen.peak = _peak(device)
+        seen.peak = seen.peak or peak(device)
 
     def settle(self, target: CompileTarget, module: nn.Module) -> tuple[float, float]:
         """Runs the target until nothing compiles any more. Seconds of the first and the last run.
@@ -269,7 +270,8 @@ def on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _peak(device: torch.device) -> int | None:
+def peak(device: torch.device) -> int | None:
+    """Peak memory of a device since ``on``; None where it does not count."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 

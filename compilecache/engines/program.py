@@ -20,8 +20,8 @@ from compilecache import aot_names, torch_names
 from compilecache.cachedir import CacheDir
 from compilecache.engines import canary, dispatch
 from compilecache.engines.conditions import Scope, conditions_of, unmet
-from compilecache.engines.dispatch import Dispatcher, Program
-from compilecache.engines.harness import Harness, Replica, Run, first_line
+from compilecache.engines.dispatch import Dispatcher, NoProgram, Program
+from compilecache.engines.harness import Harness, Replica, Run, first_line, peak
 from compilecache.engines.programfile import (
     FOLDER,
     Header,
@@ -40,7 +40,7 @@ from compilecache.errors import (
     PlanError,
 )
 from compilecache.shapes import CompileTarget
-from compilecache.sources import import_name, source_digest
+from compilecache.sources import file_digest, import_name
 from compilecache.workload import Workload
 
 TUNED = (".best_config",)
@@ -51,10 +51,6 @@ NOT_PACKED = ("fxgraph/", "aotautograd/", f"{FOLDER}/")
 
 Elsewhere = Callable[[CompileTarget], Collection[str] | None]
 """Files of the same spec's program on another device, all in the root; None when there is none."""
-
-
-class NoProgram(Exception):
-    """No program can be made of a target, or this one cannot be used; in words."""
 
 
 class ProgramEngine:
@@ -70,7 +66,10 @@ class ProgramEngine:
         *,
         spare: int = SPARE_ENTRIES,
         elsewhere: Elsewhere = lambda target: None,
+        strict: bool = False,
     ) -> None:
+        self._strict = strict
+        """Whether a program that is there and cannot be used is an error."""
         self._trace = TraceEngine(workload, cache, options, spare=spare, keeps_programs=True)
         self._elsewhere = elsewhere
         self._no_program: dict[str, str] = {}
@@ -127,7 +126,8 @@ class ProgramEngine:
         """Runs one target by its program until it has settled; by trace when it cannot be one.
 
         ``present``: the files of its record when all are in the root. Raises CompileFailed naming
-        the target; the module is as it was in every case.
+        the target; with ``strict`` also FingerprintMismatch and ChecksumMismatch. The module is as it
+        was in every case.
         """
         notes: list[str] = []
         troubles: list[CompileCacheError] = []
@@ -137,6 +137,8 @@ class ProgramEngine:
             except NoProgram as error:
                 notes.append(f"{way.words}: {error}")
                 if present is not None and isinstance(error.__cause__, CompileCacheError):
+                    if self._strict:
+                        raise error.__cause__ from None
                     troubles.append(error.__cause__)
             else:
                 return replace(run, notes=tuple(notes), troubles=tuple(troubles))
@@ -212,7 +214,7 @@ class _Way:
             dispatcher.table = before
             if isinstance(error.__cause__, NoProgram):
                 raise error.__cause__ from error.__cause__.__cause__
-            if self.path is None:
+            if self.program is None:
                 raise  # the step itself fails
             raise NoProgram(first_line(error.__cause__ or error)) from error
 
@@ -229,11 +231,14 @@ class _Way:
     def _measured(self, target: CompileTarget, module: nn.Module, dispatcher: Dispatcher) -> Run:
         harness = self.engine.harness
         with harness.observed(target, module, expect_warm=self.path is not None) as seen:
-            dispatcher.provide = self._provider(target, dispatcher.function)
+            dispatcher.provide, dispatcher.served = self._provider(target, dispatcher.function), 0
             try:
                 seen.seconds = harness.settle(target, module)
             finally:
                 dispatcher.provide = None
+            seen.peak = peak(torch.device(target.device))
+            if self.program is None and not dispatcher.served:
+                raise NoProgram("its step never calls the function")
             if self.program is not None:
                 self._prove(target, module, self.program)
         if self.program is None:  # a program of an earlier warm-up served it
@@ -327,7 +332,8 @@ class _Way:
         more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
         mismatch = FingerprintMismatch(
             f"the program of '{target}' was compiled with {name} = {then}, here it is {now}{more}",
-            next_step="It is compiled anew; let the workload's config() hold what differs",
+            next_step="A start without strict compiles and publishes it anew; if two versions are "
+            "in use, let the workload's config() hold what differs",
             changed=changed,
         )
         raise NoProgram(f"FingerprintMismatch: {mismatch.problem}") from mismatch
@@ -421,8 +427,8 @@ def _is(path: str, kinds: tuple[str, ...]) -> bool:
 def _source_digest(module: str) -> str:
     """Once a process: what was imported does not change."""
     try:
-        return source_digest(module)
-    except (ImportError, OSError, SyntaxError, UnicodeDecodeError) as error:
+        return file_digest(module)
+    except (ImportError, OSError, SyntaxError, ValueError) as error:
         return f"unreadable: {type(error).__name__}"
 
 

@@ -18,11 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from compilecache import aot_names
-from compilecache.engines.conditions import ABSENT, Scope
+from compilecache.engines.conditions import ABSENT, Cells, Scope
 from compilecache.engines.programfile import Condition
 from compilecache.errors import PlanError
 
 _CONSTANT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+_INSIDE = ("_parameters", "_buffers", "_modules", *aot_names.HOOKS)
+
+
+_Place = tuple[dict[str, Any], str, str]
+"""A dictionary, a key in it, and what people call that."""
 
 
 class Slots:
@@ -69,8 +76,27 @@ class Slots:
         ]
 
 
+class Sizes:
+    """How much some containers hold: an item more is a layer, or a step, more."""
+
+    def __init__(self, found: Iterable[tuple[Any, str]]) -> None:
+        rows = list({id(container): (container, name) for container, name in found}.values())
+        self._containers = tuple(container for container, _ in rows)
+        self._names = tuple(name for _, name in rows)
+        self._sizes = [len(container) for container in self._containers]
+
+    def same(self) -> bool:
+        """Whether they hold as many things as before."""
+        return list(map(len, self._containers)) == self._sizes
+
+    def differing(self) -> list[str]:
+        """Which do not, in words."""
+        rows = zip(self._containers, self._names, self._sizes, strict=True)
+        return [f"{n} holds {len(c)} items, held {size}" for c, n, size in rows if len(c) != size]
+
+
 class Getters:
-    """Values that lie in no dictionary: of slots, properties, classes, lists."""
+    """Values that lie in no dictionary: of slots, properties, classes, lists, closures."""
 
     def __init__(self, found: Iterable[tuple[Callable[[Any], Any], Any, Any, str]]) -> None:
         rows = list({name: (get, base, value, name) for get, base, value, name in found}.values())
@@ -99,14 +125,17 @@ class Getters:
 
 
 class LiveTensors:
-    """The parameters and buffers of a module: the live ones, whoever wrote or replaced them.
+    """The tensors of a module that a program reads: the live ones, whoever wrote or replaced them.
 
     Replacing one by another of the same shape, dtype, strides, device and ties is fine (a loaded
     checkpoint), and so is freezing: a program then computes a gradient that nobody takes.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        rows = list(_tensors(module))
+    def __init__(self, module: nn.Module, more: Iterable[_Place] = ()) -> None:
+        known = [*_tensors(module), *more]
+        rows = list(
+            {(id(where), key): (where, key, name) for where, key, name in reversed(known)}.values()
+        )
         self._where = tuple(row[0] for row in rows)
         self._keys = tuple(row[1] for row in rows)
         self._names = tuple(row[2] for row in rows)
@@ -121,7 +150,7 @@ class LiveTensors:
     def fit(self) -> bool:
         """Whether the program can take them."""
         try:
-            now = list(map(getitem, self._where, self._keys))
+            now: list[Any] = list(map(getitem, self._where, self._keys))
         except KeyError:
             return False
         if not all(map(is_, now, self._tensors)):
@@ -167,7 +196,14 @@ class LiveTensors:
         return found
 
 
-def _tensors(module: nn.Module) -> Iterable[tuple[dict[str, Any], str, str]]:
+def _kind(tensor: Any) -> object:
+    """What a program depends on of a tensor."""
+    if not isinstance(tensor, Tensor):
+        return type(tensor)
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), tensor.requires_grad
+
+
+def _tensors(module: nn.Module) -> Iterable[_Place]:
     for prefix, child in module.named_modules(remove_duplicate=False):
         for held in (child._parameters, child._buffers):
             for key, tensor in held.items():
@@ -203,6 +239,8 @@ class Watch:
     """Numbers, strings and flags that the trace read."""
     others: Getters
     """The same, where they lie in no dictionary."""
+    sizes: Sizes
+    """Of lists of layers and other containers that the trace went through."""
     hooks: tuple[dict[Any, Any], ...]
     """All must stay empty: hooks are not part of a program."""
     forwards: tuple[dict[str, Any], ...]
@@ -217,6 +255,7 @@ class Watch:
             and self.objects.same()
             and self.constants.equal()
             and self.others.equal()
+            and self.sizes.same()
             and not any(self.hooks)
             and not any(map(contains, self.forwards, repeat("forward")))
             and self.tensors.fit()
@@ -231,6 +270,7 @@ class Watch:
             *self.objects.changed(),
             *self.constants.differing(),
             *self.others.differing(),
+            *self.sizes.differing(),
             *hooks,
             *(["a module has a forward of its own"] if patched else []),
             *self.tensors.why(),
@@ -252,11 +292,13 @@ def watch_of(
         for key, inner in child._modules.items()
     ]
     hooks = [held for child in children for held in aot_names.hooks_of(child)]
+    found.containers += [(child._modules, f"a {type(child).__name__}") for child in children]
     return Watch(
-        LiveTensors(module),
+        LiveTensors(module, found.tensors),
         Slots(found.objects),
         Slots(found.constants),
         Getters(found.others),
+        Sizes(found.containers),
         (*hooks, *aot_names.global_hooks()),
         tuple(vars(child) for child in children),
         state,
@@ -270,6 +312,8 @@ class _Found:
         self.objects: list[tuple[dict[str, Any], str, Any, str]] = []
         self.constants: list[tuple[dict[str, Any], str, Any, str]] = []
         self.others: list[tuple[Callable[[Any], Any], Any, Any, str]] = []
+        self.tensors: list[_Place] = []
+        self.containers: list[tuple[Any, str]] = []
 
     def follow(self, node: ast.expr, scope: Scope) -> Any:
         """What a source gives; every step that is a look-up is noted. Nothing for torch's own."""
@@ -297,12 +341,20 @@ class _Found:
         name: str,
     ) -> None:
         value = where[key] if where is not None else get(base)
+        if key in _INSIDE:
+            return  # nobody exchanges the dictionaries themselves
+        if isinstance(value, list | dict | set):
+            self.containers.append((value, name))
         if isinstance(value, Tensor):
-            return  # among the live tensors
+            if where is None:
+                self.others.append((lambda base: _kind(get(base)), base, _kind(value), name))
+            else:  # parameters and buffers too: known twice is known once
+                self.tensors.append((where, key, name))
+            return
         constant = isinstance(value, _CONSTANT)
         if where is not None:
             (self.constants if constant else self.objects).append((where, key, value, name))
-        elif constant:
+        elif constant or isinstance(base, Cells):
             self.others.append((get, base, value, name))
 
 

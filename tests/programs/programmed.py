@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +15,9 @@ from torch.nn.utils import parametrize
 from workloads import Doubling, Product
 
 from compilecache import torch_names
+from compilecache.artifact import Record, hash_files
+from compilecache.engines import dispatch
+from compilecache.engines.programfile import Header, program_among, read_program, write_program
 from compilecache.engines.watched import refuse_unwatchable
 from compilecache.ensure import ensure_warm
 from compilecache.errors import FingerprintMismatch, PlanError, UnexpectedCompile
@@ -89,6 +94,42 @@ class TwoDeep(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, 8] → [B, 8]."""
         return x @ self.inner.weight
+
+
+class Stack(nn.Module):
+    """Goes through a list of layers, a list of numbers, and a tensor that is neither kind of state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(2)])
+        self.factors = [2.0, 3.0]
+        self.table = torch.ones(8)
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.weight.copy_(torch.eye(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 8] → [B, 8]."""
+        for layer in self.layers:
+            x = layer(x)
+        for factor in self.factors:
+            x = x * factor
+        return x + self.table.to(x.dtype)
+
+
+def closing() -> nn.Module:
+    """A model whose forward closes over a number."""
+    factor = 2.0
+
+    class Closing(Product):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight * factor
+
+        def choose(self, number: float) -> None:
+            nonlocal factor
+            factor = number
+
+    return Closing()
 
 
 class Breaking(Product):
@@ -306,6 +347,19 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object],
     "in a slot": (Scaled, lambda m: setattr(m.sizes, "shift", 5.0), "shift is 5.0, was 1.0"),
     "a config": (Scaled, lambda m: setattr(m, "sizes", Sizes()), "self.sizes was replaced"),
     "a global": (Scaled, _scale_global, "G['SCALE'] is 7.0, was 1.0"),
+    "a layer more": (
+        Stack,
+        lambda m: m.layers.append(nn.Linear(8, 8, bias=False)),
+        "a ModuleList holds 3 items, held 2",
+    ),
+    "an item more": (Stack, lambda m: m.factors.append(5.0), "factors holds 3 items, held 2"),
+    "a tensor beside": (
+        Stack,
+        lambda m: setattr(m, "table", m.table.double()),
+        "table has dtype torch.float64, had torch.float32",
+    ),
+    "its values": (Stack, lambda m: m.table.mul_(7), ""),
+    "a closure": (closing, lambda m: m.choose(5.0), "C['factor'] is 5.0, was 2.0"),
     "the mode": (Dropping, nn.Module.eval, "self.training is False, was True"),
     "an adapter": (Nested, _adapt, "first was replaced"),
     "untied": (Nested, _untie, "tied in another way"),
@@ -502,3 +556,84 @@ def why_not_sharded() -> str:
     except PlanError as error:
         return str(error)
     return ""
+
+
+def change_programs(root: Path, change: Callable[[Header], Header]) -> None:
+    """Every program of a root as if it had been written with another header; records agree."""
+    for path in root.glob(".compilecache/records/*/*.json"):
+        record = Record.parse(path.read_bytes())
+        name = program_among([entry.path for entry in record.files])
+        if name is None:
+            continue
+        header, data = read_program(root / name)
+        (root / write_program(root, change(header), data)).replace(root / name)
+        size, digest = hash_files(root, [name])[name]
+        files = [
+            replace(entry, size=size, xxh3_128=digest) if entry.path == name else entry
+            for entry in record.files
+        ]
+        path.write_bytes(record.model_copy(update={"files": tuple(files)}).dump())
+
+
+def of_another_torch(header: Header) -> Header:
+    """As if another build had made it."""
+    return header.model_copy(update={"torch": "2.99.0 0123456"})
+
+
+def of_other_sources(header: Header) -> Header:
+    """As if a traced file had been edited since."""
+    return header.model_copy(update={"sources": {**header.sources, "workloads": "0"}})
+
+
+def of_other_hardware(header: Header) -> Header:
+    """As if another machine had made it."""
+    return header.model_copy(update={"hardware": "NVIDIA B200 sm_100, 148 processors"})
+
+
+def serialized(root: Path) -> tuple[list[str], int, bool]:
+    """A shape that comes up in a worker: which engine it went by, programs there are, and whether right."""
+    model = Product()
+    with make_warm(model, root, on_miss="serialize") as warm:
+        model.train()
+        right: list[bool] = []
+
+        def work() -> None:
+            with warm.step():
+                right.append(torch.allclose(model(x=rows(5)), rows(5) @ model.weight))
+
+        with warm.crew() as crew:
+            crew.start(work, device="cpu")
+        dispatcher = dispatch.of(model)
+        assert dispatcher is not None
+        engines = [row.engine for row in warm.report.targets]
+        return engines, len(dispatcher.table), right == [True]
+
+
+def two_replicas(root: Path) -> tuple[list[str], bool]:
+    """Two models on one device."""
+    models = [Product(), Product()]
+    with ensure_warm(models, [{"x": rows()}], store=False, root=root, engine="program") as warm:
+        before = torch_names.counts()
+        with torch.no_grad():
+            models[1].weight.mul_(2)
+        right = [torch.equal(m(x=rows()), rows() @ m.weight) for m in models]
+        frames = torch_names.counts().since(before).frames
+        return [row.engine for row in warm.report.targets], all(right) and not frames
+
+
+def copied(root: Path) -> bool:
+    """Copies and pickles of a model with programs are plain models."""
+    model = Product()
+    with make_warm(model, root):
+        twin, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    plain = twin._compiled_call_impl is None and pickled._compiled_call_impl is None
+    return plain and torch.equal(twin(rows()), pickled(rows()))
+
+
+def trace_after_program(root: Path) -> tuple[set[str], bool]:
+    """The same model made warm again, by the other engine."""
+    model = Product()
+    make_warm(model, root).close()
+    with make_warm(model, root, engine="trace") as warm:
+        model.train()
+        return {row.engine for row in warm.report.targets}, dispatch.of(model) is None

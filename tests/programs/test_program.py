@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from programmed import CHANGES, Called, Saw
 from torch import nn
 
 from compilecache import aot_names
+from compilecache.engines.programfile import Header
 from compilecache.guard.probe import trace_effect
 from compilecache.report import Report
 
@@ -199,6 +201,78 @@ def test_a_program_of_another_model_is_not_taken(
 
 def _publish_scaled(root: Path, store: Path) -> None:
     programmed.make_warm(programmed.Scaled(), root, store=store).close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (programmed.of_another_torch, "torch = 2.99.0 0123456"),
+        (programmed.of_other_sources, "source.workloads = 0"),
+        (programmed.of_other_hardware, "hardware = NVIDIA B200 sm_100"),
+    ],
+)
+def test_a_program_made_elsewhere_is_compiled_anew(
+    fresh: Template, published: Path, tmp_path: Path, change: Callable[[Header], Header], words: str
+) -> None:
+    """Another torch build, an edited source, another GPU: told, and mended for the next start."""
+    root = tmp_path / "root"
+    shutil.copytree(published, root)
+    fresh.call(programmed.change_programs, root, change)
+    saw = fresh.call(programmed.warm_and_compare, programmed.Product, root)
+    assert saw.right
+    assert {(row.status, row.engine) for row in saw.report.targets} == {("compiled", "program")}
+    assert all(words in trouble for trouble in saw.report.gave_up)
+    assert len(saw.report.gave_up) == 2
+    again = fresh.call(programmed.warm_and_compare, programmed.Product, root)
+    assert again.report.gave_up == ()
+    assert {row.status for row in again.report.targets} == {"local"}
+
+
+@pytest.fixture(scope="module")
+def published(fresh: Template, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with the programs of one model."""
+    root = tmp_path_factory.mktemp("published") / "root"
+    fresh.call(programmed.warm_and_compare, programmed.Product, root)
+    return root
+
+
+def test_a_truncated_program_is_moved_aside_and_made_again(
+    fresh: Template, published: Path, tmp_path: Path
+) -> None:
+    """Its digest tells, before torch reads a byte of it."""
+    root = tmp_path / "root"
+    shutil.copytree(published, root)
+    for path in root.glob("programs/*.program"):
+        path.write_bytes(path.read_bytes()[:-100])
+    saw = fresh.call(programmed.warm_and_compare, programmed.Product, root)
+    assert saw.right
+    assert {row.engine for row in saw.report.targets} == {"program"}
+    assert all("is damaged in the cache root" in trouble for trouble in saw.report.gave_up)
+
+
+def test_a_new_shape_is_compiled_alone_as_a_program(fresh: Template, tmp_path: Path) -> None:
+    """on_miss="serialize": the worker goes on with its program, found by look-up."""
+    engines, programs, right = fresh.call(programmed.serialized, tmp_path)
+    assert engines == ["program"] * 3
+    assert programs == 3
+    assert right
+
+
+def test_two_replicas_have_programs_each(fresh: Template, root: Path) -> None:
+    """One file, two loads, each with its own parameters."""
+    engines, right = fresh.call(programmed.two_replicas, root)
+    assert engines == ["program", "program"]
+    assert right
+
+
+def test_copies_of_a_model_are_plain_models(fresh: Template, root: Path) -> None:
+    """As of any module that was compiled in place."""
+    assert fresh.call(programmed.copied, root)
+
+
+def test_engine_trace_takes_a_model_over(fresh: Template, root: Path) -> None:
+    """Its programs are gone then."""
+    assert fresh.call(programmed.trace_after_program, root) == ({"trace"}, True)
 
 
 def test_traces_in_another_thread_disturb_no_program(fresh: Template, root: Path) -> None:
