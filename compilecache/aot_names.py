@@ -29,6 +29,7 @@ _PLACES = {
         "AOTCompiledFunction.deserialize",
     ],
     "torch._dynamo.config": ["enable_aot_compile"],
+    "torch._dynamo.package": ["load_guards_state", "load_guard_manager"],
     "torch._functorch._aot_autograd.aot_autograd_result": ["deserialize_bundled_cache_entry"],
     "torch._inductor": ["list_mode_options"],
     "torch._inductor.async_compile": ["CompiledTritonKernels.key"],
@@ -75,6 +76,8 @@ class Made:
     """Names of the Python modules that were traced."""
     imports: Mapping[str, str]
     """Names under which torch imported modules for it."""
+    function: Any = None
+    """torch's own object of it, to be saved once more."""
 
 
 def make(
@@ -110,7 +113,35 @@ def make(
     info.inlined_sources = {dataclasses.replace(s, content="") for s in info.inlined_sources}
     data = type(made).serialize(made).serialized_data
     imports = dict(made._artifacts.runtime_env.import_sources)
-    return Made(data, tuple(noted), sources, imports)
+    return Made(data, tuple(noted), sources, imports, made)
+
+
+def tuned(made: Made, loaded: Loaded) -> bytes:
+    """The same function, with only those of its kernels that won where it ran; at best all alone.
+
+    torch tunes kernels with several configurations anew in every process where the list of them has
+    changed since: fewer reads, no benchmarks, and one result on all devices.
+    """
+    won = {
+        key: _config(kernel.launchers[0].config)
+        for key, kernel in loaded.kernels
+        if len(getattr(kernel, "launchers", ())) == 1 and hasattr(kernel.launchers[0], "config")
+    }
+    serialize = getattr(made.function._artifacts.compiled_fn, "serialize", None)
+    for graph in _graphs(serialize()) if serialize is not None else ():
+        bundle = getattr(graph, "_triton_bundle", None)
+        for autotuner in bundle.static_autotuners if bundle is not None else ():
+            results = autotuner.kernel.compile_results
+            kept = [r for r in results if _config(r.config) == won.get(autotuner.cache_key)]
+            if len(kept) == 1:
+                autotuner.kernel.compile_results = kept
+    data: bytes = type(made.function).serialize(made.function).serialized_data
+    return data
+
+
+def _config(config: Any) -> tuple[Any, ...]:
+    """What tells the configurations of a kernel apart."""
+    return sorted(config.kwargs.items()), config.num_warps, config.num_stages
 
 
 def _guarded(entry: Any) -> Guarded:
@@ -172,6 +203,7 @@ class _Moving(threading.local):
     indices: tuple[int, int] | None = None
     moved: int = 0
     left: tuple[str, ...] = ()
+    kernels: tuple[tuple[str, Any], ...] = ()
 
 
 _moving = _Moving()
@@ -188,6 +220,8 @@ class Loaded:
     """Names of the old device index that were rewritten."""
     left: tuple[str, ...]
     """Lines that still name it; a program with any must not be used."""
+    kernels: tuple[tuple[str, Any], ...] = ()
+    """torch's key and object of every kernel that it launches itself."""
 
 
 def load(data: bytes, indices: tuple[int, int] | None = None) -> Loaded:
@@ -198,16 +232,18 @@ def load(data: bytes, indices: tuple[int, int] | None = None) -> Loaded:
     from torch._dynamo.aot_compile import AOTCompiledFunction
 
     _install()
-    _moving.ours, _moving.indices, _moving.moved, _moving.left = True, indices, 0, ()
+    _moving.ours, _moving.indices, _moving.kernels = True, indices, ()
+    _moving.moved, _moving.left = 0, ()
     try:
         loaded = AOTCompiledFunction.deserialize(data)
+        return Loaded(loaded.fn, _moving.moved, _moving.left, _moving.kernels)
     finally:
-        _moving.ours, _moving.indices = False, None
-    return Loaded(loaded.fn, _moving.moved, _moving.left)
+        _moving.ours, _moving.indices, _moving.kernels = False, None, ()
 
 
 def _install() -> None:
     """Puts the rewriting where torch turns a bundled entry into a function; once a process."""
+    from torch._dynamo import package
     from torch._functorch._aot_autograd import aot_autograd_result as results
 
     with _hooking:
@@ -223,10 +259,24 @@ def _install() -> None:
                     _rebase(graph)
                     if _moving.indices is not None:
                         _move_graph(graph, *_moving.indices)
+                    _moving.kernels += tuple(_launched(graph))
             return original(entry, *rest, **named)
 
         deserialize._compilecache = True  # type: ignore[attr-defined]
         results.deserialize_bundled_cache_entry = deserialize
+        # No guard was kept: there is no tree of guards to build.
+        package.load_guards_state = _unless_ours(package.load_guards_state)
+        package.load_guard_manager = _unless_ours(package.load_guard_manager)
+
+
+def _unless_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_other(*args: Any, **kwargs: Any) -> Any:
+        return _NO_GUARDS if _moving.ours else original(*args, **kwargs)
+
+    return load_other
+
+
+_NO_GUARDS = object()
 
 
 PATTERNS = (
@@ -271,11 +321,16 @@ def _graphs(entry: Any) -> Iterator[Any]:
             yield part.result
 
 
-def _rebase(graph: Any) -> None:
-    """Lets kernels look for the winners of their tuning in this cache root, not the one of old."""
+def _launched(graph: Any) -> Iterator[tuple[str, Any]]:
+    """Key and object of the kernels that come ready to be launched."""
     bundle = getattr(graph, "_triton_bundle", None)
     for autotuner in bundle.static_autotuners if bundle is not None else ():
-        kernel = autotuner.kernel
+        yield autotuner.cache_key, autotuner.kernel
+
+
+def _rebase(graph: Any) -> None:
+    """Lets kernels look for the winners of their tuning in this cache root, not the one of old."""
+    for _, kernel in _launched(graph):
         if isinstance(name := getattr(kernel, "filename", None), str):
             kernel.filename = _in_root(name)
         tuned: Any = getattr(getattr(kernel, "save_cache_hook", None), "__self__", None)
@@ -440,6 +495,12 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def import_first() -> None:
+    """Imports what other threads might import too, torch's compiler; before ``import_ahead``."""
+    for name in ("torch._dynamo", "torch._inductor.config"):
+        importlib.import_module(name)
+
+
 def import_ahead() -> None:
     """Imports what loading a program needs; meant for a thread beside other work."""
     names = [
@@ -448,6 +509,7 @@ def import_ahead() -> None:
         "torch._inductor.output_code",
         "torch._inductor.codecache",
         "torch._inductor.async_compile",
+        "torch._inductor.select_algorithm",
         "torch._inductor.compile_fx",
     ]
     if torch.cuda.is_available():

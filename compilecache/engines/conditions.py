@@ -15,6 +15,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import cache
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -148,6 +149,12 @@ def _code_digest(code: CodeType) -> str:
     return hashlib.sha256("\n".join(parts(code)).encode()).hexdigest()[:12]
 
 
+@cache
+def parsed(source: str) -> ast.expr:
+    """A source as an expression. Raises SyntaxError."""
+    return ast.parse(source, mode="eval").body
+
+
 class Cells(Mapping[str, Any]):
     """The variables that a function closes over, as they are now."""
 
@@ -187,7 +194,7 @@ class Scope:
 
     def look(self, source: str) -> Any:
         """What a source gives now. Raises whatever looking it up raises."""
-        return self.evaluate(ast.parse(source, mode="eval").body)
+        return self.evaluate(parsed(source))
 
     def evaluate(self, node: ast.expr) -> Any:
         """The same, of a parsed source."""

@@ -75,6 +75,7 @@ class ProgramEngine:
         self._no_program: dict[str, str] = {}
         """Functions that cannot be programs, and why."""
         # Beside the restore, which waits for disks and networks; joined before torch is used.
+        aot_names.import_first()
         self._imports = threading.Thread(target=aot_names.import_ahead, daemon=True)
         self._imports.start()
 
@@ -191,8 +192,9 @@ class _Way:
     """Of the record that the file belongs to."""
     header: Header | None = None
     data: bytes = b""
+    made: aot_names.Made | None = None
+    loaded: aot_names.Loaded | None = None
     program: Program | None = None
-    key: Hashable = None
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that the call was made with, and how often each had been written to."""
 
@@ -223,7 +225,8 @@ class _Way:
         try:
             header, data = read_program(self.engine.harness.cache.root / self.path)
         except (ChecksumMismatch, OSError) as error:
-            raise NoProgram(str(error)) from error
+            problem = error.problem if isinstance(error, ChecksumMismatch) else str(error)
+            raise NoProgram(problem) from error
         if header.spec != target.spec:
             raise NoProgram(f"'{self.path}' is the program of '{header.spec}'")
         return header, data
@@ -249,10 +252,19 @@ class _Way:
         evidence = harness.evidence(seen, foreign, found=int(self.path is not None))
         kept = {path for path in harness.needed(seen) if not path.startswith(NOT_PACKED)}
         if self.path is None:
+            self._keep_winners()
             path = write_program(harness.cache.root, self.header, self.data)
             return Run(evidence, frozenset({path, *kept}), engine="program")
         origin = self.header.device if self._moves(target) else None
         return Run(evidence, frozenset({*self.files, *kept}), engine="program", origin=origin)
+
+    def _keep_winners(self) -> None:
+        """What the runs have settled is settled for whoever loads the program."""
+        assert self.header is not None
+        assert self.made is not None
+        if self.loaded is not None and self.loaded.kernels:
+            self.data = aot_names.tuned(self.made, self.loaded)
+            self.header = self.header.model_copy(update=dict(sealed(self.data)))
 
     def _moves(self, target: CompileTarget) -> bool:
         return self.header is not None and self.header.device != target.device
@@ -267,8 +279,9 @@ class _Way:
                 raise NoProgram("its step calls the function in more than one way")
             if self.path is None:
                 self.inputs = [(t, t._version) for t in _tensors([args, kwargs])]
-                self.header, self.data = self._make(target, function, args, kwargs)
-            self.program, self.key = self._load(target, function), key
+                self.made, self.header = self._make(target, function, args, kwargs)
+                self.data = self.made.data
+            self.program = self._load(target, function)
             return self.program
 
         return provide
@@ -279,7 +292,7 @@ class _Way:
         function: nn.Module,
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
-    ) -> tuple[Header, bytes]:
+    ) -> tuple[aot_names.Made, Header]:
         try:
             made = aot_names.make(function, args, kwargs, self.engine.harness.options)
         except Exception as error:  # whatever torch raises: it is no full graph, or cannot be saved
@@ -303,7 +316,7 @@ class _Way:
             reference=None,
             **sealed(made.data),
         )
-        return header, made.data
+        return made, header
 
     def _load(self, target: CompileTarget, function: nn.Module) -> Program:
         header = self.header
@@ -313,7 +326,7 @@ class _Way:
         if self._moves(target):
             indices = torch.device(header.device).index, torch.device(target.device).index
         try:
-            loaded = aot_names.load(self.data, indices)
+            self.loaded = loaded = aot_names.load(self.data, indices)
         except Exception as error:  # whatever torch raises for what it cannot take
             raise NoProgram(first_line(error)) from error
         if loaded.left:

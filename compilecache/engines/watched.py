@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compilecache import aot_names
-from compilecache.engines.conditions import ABSENT, Cells, Scope
+from compilecache.engines.conditions import ABSENT, Cells, Scope, parsed
 from compilecache.engines.programfile import Condition
 from compilecache.errors import PlanError
 
@@ -284,7 +284,7 @@ def watch_of(
     found = _Found()
     for condition in conditions:
         if condition.value != ABSENT:
-            found.follow(ast.parse(condition.source, mode="eval").body, scope)
+            found.follow(parsed(condition.source), scope)
     children = list(module.modules())
     found.objects += [
         (child._modules, key, inner, key)
@@ -312,25 +312,33 @@ class _Found:
         self.objects: list[tuple[dict[str, Any], str, Any, str]] = []
         self.constants: list[tuple[dict[str, Any], str, Any, str]] = []
         self.others: list[tuple[Callable[[Any], Any], Any, Any, str]] = []
+        self._seen: dict[str, Any] = {}
         self.tensors: list[_Place] = []
         self.containers: list[tuple[Any, str]] = []
 
-    def follow(self, node: ast.expr, scope: Scope) -> Any:
-        """What a source gives; every step that is a look-up is noted. Nothing for torch's own."""
+    def follow(self, node: ast.expr, scope: Scope) -> tuple[Any, str]:
+        """What a source gives, and its text; every step that is a look-up is noted, once."""
         if isinstance(node, ast.Attribute):
-            base = self.follow(node.value, scope)
-            held = getattr(base, "__dict__", None)
-            where = held if type(held) is dict and node.attr in held else None
-            self._note(where, node.attr, attrgetter(node.attr), base, ast.unparse(node))
-            return getattr(base, node.attr)
+            base, text = self.follow(node.value, scope)
+            text = f"{text}.{node.attr}"
+            if text not in self._seen:
+                held = getattr(base, "__dict__", None)
+                where = held if type(held) is dict and node.attr in held else None
+                self._note(where, node.attr, attrgetter(node.attr), base, text)
+                self._seen[text] = getattr(base, node.attr)
+            return self._seen[text], text
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            base, key = self.follow(node.value, scope), node.slice.value
-            where = scope.globals if base is scope and key in scope.globals else None
-            where = base if isinstance(base, dict) and key in base else where
-            if base is not scope or where is not None:
-                self._note(where, key, itemgetter(key), base, ast.unparse(node))
-            return base[key]
-        return scope.evaluate(node)
+            base, text = self.follow(node.value, scope)
+            key = node.slice.value
+            text = f"{text}[{key!r}]"
+            if text not in self._seen:
+                where = scope.globals if base is scope and key in scope.globals else None
+                where = base if isinstance(base, dict) and key in base else where
+                if base is not scope or where is not None:
+                    self._note(where, key, itemgetter(key), base, text)
+                self._seen[text] = base[key]
+            return self._seen[text], text
+        return scope.evaluate(node), ast.unparse(node)
 
     def _note(
         self,
