@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Another torch than the pinned one, in an environment of its own.
+COMPAT_TORCH ?= 2.14.1
+COMPAT := .venv-compat
+COMPAT_READY := $(COMPAT)/.ready-$(COMPAT_TORCH)
 
-.PHONY: demo test lint bench gpu setup clean
+.PHONY: demo test lint bench gpu compat setup clean
 
 $(READY): constraints.txt setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -12,6 +16,15 @@ $(READY): constraints.txt setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[s3,dev]'
 	touch $(READY)
+
+# What torch chooses by itself is not pinned: Triton, and the setuptools that older ones cannot do with.
+$(COMPAT_READY): constraints.txt setup.cfg pyproject.toml
+	$(PYTHON) -m venv --clear $(COMPAT)
+	grep -Ev '^(torch|triton|setuptools)==' constraints.txt > $(COMPAT)/constraints.txt
+	$(COMPAT)/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt wheel torch==$(COMPAT_TORCH)
+	$(COMPAT)/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt 'setuptools>=77,<82'
+	$(COMPAT)/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt --no-build-isolation -e '.[s3,dev]'
+	touch $@
 
 setup: $(READY)
 
@@ -21,6 +34,9 @@ demo: $(READY)  ## The main job on this machine's CPU, a few minutes
 test: $(READY)  ## The whole suite; GPU tests are skipped without a GPU
 	$(BIN)/python -m pytest
 
+compat: $(COMPAT_READY)  ## The suite with another torch, on CPU: make compat COMPAT_TORCH=2.11.0
+	CUDA_VISIBLE_DEVICES= $(COMPAT)/bin/python -m pytest -p no:cacheprovider
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -29,6 +45,7 @@ lint: $(READY)
 bench: $(READY)  ## CPU benchmarks; results go to benchmarks/results/
 	$(BIN)/python benchmarks/restore.py
 	$(BIN)/python benchmarks/prime.py
+	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/incident_replay.py
@@ -37,4 +54,4 @@ gpu:  ## GPU tests and benchmarks, with the Python that holds a CUDA build of to
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """One command for a machine with GPUs: the ``gpu`` tests and the GPU benchmarks, a table last.
 
-Usage: gpu_check.py [--only tests,tiny,qwen3-4b,incident] [--seq-lens 512,1024] [--rounds 2]
+Usage: gpu_check.py [--only tests,tiny,qwen3-4b,programs,incident] [--seq-lens 512,1024] [--rounds 2]
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(title: str, *words: str) -> bool:
 def main() -> int:
     """0 when everything asked for went well."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="tests,tiny,qwen3-4b,incident")
+    parser.add_argument("--only", default="tests,tiny,qwen3-4b,programs,incident")
     parser.add_argument("--seq-lens", default="512,1024")
     parser.add_argument("--rounds", default="2")
     arguments = parser.parse_args()
@@ -52,10 +52,14 @@ def main() -> int:
         good["tests"] = run(
             "gpu tests", "-m", "pytest", "-q", "-m", "gpu", "--confcutdir=tests/gpu", "tests/gpu"
         )
-    for preset in (step for step in steps if step not in ("tests", "incident")):
+    for preset in (step for step in steps if step not in ("tests", "programs", "incident")):
         lengths = "256" if preset == "tiny" else arguments.seq_lens
         good[preset] = run(f"prime {preset}", "benchmarks/prime.py", "--preset", preset, "--devices",
                            devices, "--seq-lens", lengths, "--rounds", arguments.rounds)  # fmt: skip
+    if "programs" in steps:
+        good["programs"] = run("programs", "benchmarks/programs.py", "--preset", "qwen3-4b",
+                               "--devices", devices, "--seq-lens", arguments.seq_lens,
+                               "--rounds", arguments.rounds)  # fmt: skip
     if "incident" in steps:
         good["incident"] = run("incident", "benchmarks/incident_replay.py", "--device", "cuda",
                                "--preset", "qwen3-4b", "--gpus", "2")  # fmt: skip

@@ -1,8 +1,8 @@
-"""What a warm start costs: cold, torch's own warm directory, ours after a restore.
+"""What a warm start costs: cold, torch's own warm directory or artifacts, ours after a restore.
 
 Every row is a fresh process with the same model, shapes and steps; the clock runs from the built
 model to every target having run twice. Restored and torch-warm processes alternate, and the figure
-is the median of their ratios. Usage: prime.py [--preset tiny] [--seq-lens 256,512]
+is the median of their ratios. Ours goes by trace, and then by programs. Usage: prime.py [--preset tiny] [--seq-lens 256,512]
 [--devices cpu] [--rounds 3] [--json]
 """
 
@@ -28,9 +28,13 @@ HERE = Path(__file__).parent
 class Bench:
     """One cold run and the warm ones that build on it."""
 
-    def __init__(self, folder: Path, preset: str, seq_lens: str, devices: str) -> None:
+    def __init__(
+        self, folder: Path, preset: str, seq_lens: str, devices: str, engine: str = "trace"
+    ) -> None:
         self.folder = folder
         self.devices = devices
+        self.engine = engine
+        self.artifacts = folder / "artifacts"
         self.plan = folder / "plan.yaml"
         words = ["plan", "--workload", "dflash_model.workload:dflash", "--set", f"preset={preset}"]
         words += ["--seq-lens", seq_lens, "--output", str(self.plan), "--json"]
@@ -45,7 +49,9 @@ class Bench:
         place.mkdir(mode=0o700, exist_ok=True)
         command = [sys.executable, str(HERE / "worker.py"), how, "--plan", str(self.plan)]
         command += ["--devices", self.devices, "--root", str(place)]
-        command += ["--store", str(self.folder / "store")]
+        command += ["--store", str(self.folder / "store"), "--engine", self.engine]
+        if how == "mega" or (how == "torch" and not self.artifacts.exists()):
+            command += ["--artifacts", str(self.artifacts)]
         environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(place),
@@ -54,13 +60,13 @@ class Bench:
         ended = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, text=True, env=environment
         )
-        result = json.loads(ended.stdout.splitlines()[-1])
+        result: dict = json.loads(ended.stdout.splitlines()[-1])  # type: ignore[type-arg]
         print(f"{how:6} {root:10} {result['seconds']:8.2f} s", file=sys.stderr, flush=True)
         return result
 
-    def restored(self, number: int) -> dict:  # type: ignore[type-arg]
-        """Ours on an empty root."""
-        result = self.run("ours", f"restored{number}")
+    def restored(self, number: int, how: str = "ours") -> dict:  # type: ignore[type-arg]
+        """On an empty root: ours from its store, or torch with the artifacts that it saved."""
+        result = self.run(how, f"restored{number}")
         shutil.rmtree(self.folder / f"restored{number}")
         return result
 
@@ -135,6 +141,32 @@ def rows_of(bench: Bench, torch_warm: list[dict], restored: list[dict]) -> list[
     ]
 
 
+def program_rows(programs: Bench, rounds: int, cold: float) -> list[Row]:
+    """The figures of engine program; what was rewritten for another GPU also by itself."""
+    restored = [programs.restored(number) for number in range(rounds)]
+    first = float(programs.cold["seconds"])
+    whole = median(result["seconds"] for result in restored)
+    rows = [
+        Row("program_cold", first, "s", "cold", first / cold),
+        Row("program", whole, "s", "cold", whole / cold),
+    ]
+    pairs = [by_origin(result) for result in restored]
+    if all(moved for _, moved in pairs):
+        ratio = median(moved / own for own, moved in pairs)
+        rewritten = median(moved for _, moved in pairs)
+        rows.append(Row("program_rewritten", rewritten, "s", "own GPU", ratio))
+    return rows
+
+
+def by_origin(result: dict) -> tuple[float, float]:  # type: ignore[type-arg]
+    """Seconds of a process's targets: compiled for the GPU that they run on, and rewritten for it."""
+    seconds = [0.0, 0.0]
+    for row in result["report"]["targets"]:
+        seen = row["evidence"]
+        seconds[row["origin"] is not None] += seen["seconds"] + seen["again_seconds"]
+    return seconds[0], seconds[1]
+
+
 def main() -> None:
     """Runs it and writes benchmarks/results/."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -144,14 +176,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), arguments.preset, arguments.seq_lens, arguments.devices)
+    given = (arguments.preset, arguments.seq_lens, arguments.devices)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
+        bench = Bench(Path(folder), *given)
         torch_warm, restored = [], []
         for number in range(arguments.rounds):
             torch_warm.append(bench.run("torch", "cold"))
             restored.append(bench.restored(number))
+        rows = rows_of(bench, torch_warm, restored)
+        cold = float(bench.cold["seconds"])
+        mega = median(
+            bench.restored(number, "mega")["seconds"] for number in range(arguments.rounds)
+        )
+        rows.append(Row("prime_mega_cache", mega, "s", "cold", mega / cold))
+        rows += program_rows(Bench(Path(other), *given, "program"), arguments.rounds, cold)
         name = "prime" if arguments.preset == "tiny" else f"prime-{arguments.preset}"
-        report(name, rows_of(bench, torch_warm, restored), as_json=arguments.json)
+        report(name, rows, as_json=arguments.json)
 
 
 if __name__ == "__main__":

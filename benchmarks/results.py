@@ -30,34 +30,73 @@ class Row:
     """What it is compared with, measured in the same run."""
     ratio: float | None = None
     """The comparison; above 1 is more of the unit than the other has."""
+    other: float | None = None
+    """What the other one measured."""
+    target: str | None = None
+    """What the ratio should be: "<= 1.2"; where it is a least, ">= 4", the ratio says how many times
+    less of the unit than the other the value is."""
+    passed: bool | None = None
+    """Whether it is."""
 
 
 def report(bench: str, rows: Sequence[Row], *, as_json: bool, folder: Path = RESULTS) -> Path:
     """Writes ``<folder>/<bench>-<machine>.json`` and prints it, as JSON or as a table."""
-    facts = machine()
+    path = write(bench, rows, folder=folder)
+    print(path.read_text(encoding="utf-8") if as_json else table(rows), end="")
+    return path
+
+
+def write(bench: str, rows: Sequence[Row], *, folder: Path = RESULTS, **more: object) -> Path:
+    """Writes ``<folder>/<bench>-<machine>.json``; ``more``: what else it should say."""
     result = {
         "bench": bench,
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit(),
-        "machine": facts,
-        "rows": [asdict(row) for row in rows],
+        "machine": machine(),
+        **more,
+        "rows": [_plain(row) for row in rows],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{bench}-{slug(facts)}.json"
-    text = json.dumps(result, indent=2) + "\n"
-    path.write_text(text, encoding="utf-8")
-    print(text if as_json else table(rows), end="")
+    path = path_of(bench, folder)
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def path_of(bench: str, folder: Path = RESULTS) -> Path:
+    """Where the result of a benchmark on this machine goes."""
+    return folder / f"{bench}-{slug(machine())}.json"
+
+
+def _plain(row: Row) -> dict[str, object]:
+    """Without what only rows with a target have."""
+    judged = ("other", "target", "passed")
+    return {k: v for k, v in asdict(row).items() if v is not None or k not in judged}
 
 
 def table(rows: Sequence[Row]) -> str:
     """The figures in 80 columns."""
+    if any(row.target for row in rows):
+        return _judged(rows)
     lines = [f"{'figure':<36}{'value':>10} {'unit':<14}{'against':<12}{'ratio':>7}"]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
         against = (row.against or "")[:11]
         lines.append(
             f"{row.figure[:35]:<36}{row.value:>10.4g} {row.unit[:13]:<14}{against:<12}{ratio:>7}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _judged(rows: Sequence[Row]) -> str:
+    """The same for figures that have targets."""
+    lines = [f"{'figure':<31}{'value':>9}{'other':>10} {'unit':<8}{'ratio':>7}{'target':>9}"]
+    for row in rows:
+        other = "" if row.other is None else f"{row.other:.4g}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
+        verdict = {True: "ok", False: "MISS", None: ""}[row.passed]
+        lines.append(
+            f"{row.figure[:30]:<31}{row.value:>9.4g}{other:>10} {row.unit[:8]:<8}{ratio:>7}"
+            f"{row.target or '':>9} {verdict}".rstrip()
         )
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,8 @@
 """One fresh process of a benchmark: warms a plan through us, or through torch alone.
 
 ``ours``: ensure_warm. ``torch``: the same modules compiled the same way and the same steps run
-twice each, on whatever TORCHINDUCTOR_CACHE_DIR holds. Prints one JSON object last.
+twice each, on whatever TORCHINDUCTOR_CACHE_DIR holds; then its artifacts are saved, if a file is
+named. ``mega``: the same after loading that file. Prints one JSON object last.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from compilecache import ShapePlan, ensure_warm
+from compilecache.aot_names import import_ahead
 from compilecache.progress import LineProgress
 from compilecache.shapes import InputSpec
 from compilecache.torch_names import Limits, counts, raise_limits, takes_recompile_limit
@@ -26,15 +29,20 @@ ENTRIES = 64
 def main() -> None:
     """Builds the models, starts the clock, warms, stops it, and takes one checked step a spec."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("how", choices=["ours", "torch"])
+    parser.add_argument("how", choices=["ours", "torch", "mega"])
     parser.add_argument("--plan", required=True)
     parser.add_argument("--devices", required=True)
     parser.add_argument("--store", default="")
     parser.add_argument("--root", required=True)
+    parser.add_argument("--engine", default="trace")
+    parser.add_argument("--ahead", action="store_true", help="import before the clock starts")
+    parser.add_argument("--artifacts", type=Path, help="file of torch's own artifacts")
     arguments = parser.parse_args()
     plan = ShapePlan.load(arguments.plan)
     workload = workload_of_plan(plan)
     models = {name: workload.build(torch.device(name)) for name in arguments.devices.split(",")}
+    if arguments.ahead:
+        begin(models)
     synchronize(models)
     began = time.perf_counter()
     result: dict[str, object] = {}
@@ -42,18 +50,34 @@ def main() -> None:
         warm = ensure_warm(
             list(models.values()),
             plan,
-            store=arguments.store,
+            store=arguments.store or False,
             root=arguments.root,
+            engine=arguments.engine,
             progress=LineProgress(),
         )
         result["report"] = warm.report.model_dump(mode="json")
     else:
+        if arguments.how == "mega":
+            torch.compiler.load_cache_artifacts(arguments.artifacts.read_bytes())
         result["first_seconds"] = by_torch(workload, plan, models)
     synchronize(models)
     result["seconds"] = time.perf_counter() - began
     result["counts"] = {"hits": counts().hits, "misses": counts().misses}
+    if arguments.how == "torch" and arguments.artifacts is not None:
+        saved = torch.compiler.save_cache_artifacts()
+        arguments.artifacts.write_bytes(saved[0] if saved else b"")
     result["steps"] = checked_steps(workload, plan, models)
     print(json.dumps(result))
+
+
+def begin(devices: Iterable[str]) -> None:
+    """What every start needs, whatever it warms: imports, and a first operation of each device."""
+    import torch._dynamo
+    import torch._inductor.compile_fx
+
+    import_ahead()
+    for device in devices:
+        torch.ones(8, device=device).sum().item()
 
 
 def synchronize(models: Mapping[str, nn.Module]) -> None:

@@ -279,18 +279,18 @@ def _unless_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 _NO_GUARDS = object()
 
 
-PATTERNS = (
-    r"(\bcuda:){old}\b",
-    r"(\b_DeviceGuard\(){old}\)",
-    r"(\bget_raw_stream\(){old}\)",
-    r"(\bset_device\(){old}\)",
-    r"(DeviceProperties\(type='cuda', index=){old},",
-    r"(\btorch\.cuda\.device\(){old}\)",
-    r"(\bdevice\(type='cuda', index=){old}\)",
-    r"(\bdevice\('cuda', ){old}\)",
-    r"(\bstream_?guard\(){old}\)",
+NAMING = (
+    r"\bcuda:",
+    r"\b_DeviceGuard\(",
+    r"\bget_raw_stream\(",
+    r"\bset_device\(",
+    r"\bDeviceProperties\(type='cuda', index=",
+    r"\btorch\.cuda\.device\(",
+    r"\bstream_?guard\(",
+    r"\bdevice\(type='cuda', index=",
+    r"\bdevice\('cuda', ",
 )
-"""How generated code names a device index."""
+"""What generated code writes before a device index."""
 
 _LEFT = (
     r"\bcuda:{old}\b|\b(?:\w*[dD]evice\w*|\w*[sS]tream\w*)\(\s*{old}\s*[,)]"
@@ -301,17 +301,12 @@ _LEFT = (
 
 def rewritten(source: str, old: int, new: int) -> tuple[str, int, tuple[str, ...]]:
     """Generated code for another device index, how many names were changed, what is left over."""
-    count = 0
-    for pattern in PATTERNS:
-        tail = pattern.rpartition("{old}")[2].replace("\\b", "").replace("\\", "")
-        source, found = re.subn(pattern.format(old=old), rf"\g<1>{new}{tail}", source)
-        count += found
+    moved, count = re.subn(rf"({'|'.join(NAMING)}){old}\b", rf"\g<1>{new}", source)
     named = re.compile(_LEFT.format(old=old))
-    return (
-        source,
-        count,
-        tuple(line.strip()[:160] for line in source.splitlines() if named.search(line)),
-    )
+    if named.search(moved) is None:
+        return moved, count, ()
+    lines = (line.strip()[:160] for line in moved.splitlines() if named.search(line))
+    return moved, count, tuple(lines)
 
 
 def _graphs(entry: Any) -> Iterator[Any]:

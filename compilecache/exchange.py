@@ -202,9 +202,15 @@ class Exchange:
     # -- root to store ------------------------------------------------------------------------
 
     def publish(
-        self, target: CompileTarget | None, files: Collection[str], evidence: Evidence | None
+        self,
+        target: CompileTarget | None,
+        files: Collection[str],
+        evidence: Evidence | None,
+        facts: Mapping[str, str] | None = None,
     ) -> Record:
         """Packs what no other record of the store holds and publishes the target; under the lock.
+
+        ``facts``: about how it came about, for people.
 
         Without a store the record is kept in the root only. If the store does not take it, it is
         kept as unpublished, and the error is raised.
@@ -213,11 +219,10 @@ class Exchange:
             try:
                 self.view()
             except StoreUnavailable:
-                self._keep(
-                    self._record(target, files, evidence, folder / "pack")[0], published=False
-                )
+                record = self._record(target, files, evidence, facts, folder / "pack")[0]
+                self._keep(record, published=False)
                 raise
-            record, pack = self._record(target, files, evidence, folder / "pack")
+            record, pack = self._record(target, files, evidence, facts, folder / "pack")
             self._keep(record, published=False)
             if self.store is None:
                 return record
@@ -232,7 +237,8 @@ class Exchange:
         lacking = [key for key in sorted(keys) if key not in self.view().records]
         for key in lacking:
             record = self.complete[key]
-            self.publish(record.target, [entry.path for entry in record.files], record.evidence)
+            paths = [entry.path for entry in record.files]
+            self.publish(record.target, paths, record.evidence, record.environment)
         return lacking
 
     def _keep(self, record: Record, *, published: bool) -> None:
@@ -244,6 +250,7 @@ class Exchange:
         target: CompileTarget | None,
         files: Collection[str],
         evidence: Evidence | None,
+        facts: Mapping[str, str] | None,
         out: Path,
     ) -> tuple[Record, Path | None]:
         hashed = hash_files(self.cache.root, files)
@@ -263,6 +270,7 @@ class Exchange:
             files=tuple(entries),
             pack=pack,
             evidence=evidence,
+            environment=dict(facts) if facts else None,
         )
         return record, out if pack else None
 

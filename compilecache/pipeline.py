@@ -20,6 +20,7 @@ from compilecache.artifact import Record
 from compilecache.cachedir import CacheDir
 from compilecache.engines.choice import Engine, engine_of
 from compilecache.engines.harness import Replica, Run
+from compilecache.engines.program import BY_TRACE
 from compilecache.engines.programfile import program_among
 from compilecache.engines.trace import SPARE_ENTRIES
 from compilecache.errors import (
@@ -240,7 +241,7 @@ class _Warming:
         return self._row(target, status, run=run, published=published)
 
     def _status(self, target: CompileTarget, run: Run, *, complete: bool) -> Status:
-        if not run.evidence.compiled_nothing:
+        if not run.evidence.compiled_nothing or run.troubles:
             return "compiled"
         if run.origin is not None and not complete:
             return "rewritten"
@@ -257,7 +258,9 @@ class _Warming:
         elif complete and not seen.compiled_nothing:
             problem = f"{target} was complete in the cache and compiled all the same ({_why(run)})"
         if not problem and self._job.engine == "program" and run.engine != "program":
-            self._trouble(f"{target} goes by trace: {'; '.join(run.notes)}")
+            self._trouble(
+                f"{target} goes by trace: {'; '.join(_notes(run, self._exchange.complete.get(target.key)))}"
+            )
         if problem and self._job.strict:
             raise UnexpectedCompile(
                 problem,
@@ -295,7 +298,7 @@ class _Warming:
             status=status,
             evidence=run.evidence if run else None,
             engine=run.engine if run else "trace",
-            notes=run.notes if run else (),
+            notes=_notes(run, record) if run else (),
             origin=run.origin if run else None,
             bytes=sum(entry.size for entry in record.files) if record else 0,
             published=published,
@@ -306,11 +309,12 @@ class _Warming:
 
     def _keep(self, target: CompileTarget, run: Run, *, complete: bool) -> bool:
         """Packs and publishes a finished target at once. True when the store took it."""
-        if not run.files or (complete and run.evidence.compiled_nothing):
+        as_it_was = complete and run.evidence.compiled_nothing and not run.troubles
+        if not run.files or as_it_was:
             return False
         with self._surviving(f"publishing {target}"), self._lock():
             self._announce("publishing", target)
-            self._exchange.publish(target, run.files, run.evidence)
+            self._exchange.publish(target, run.files, run.evidence, _facts(run))
             return self._job.store is not None
         return False
 
@@ -369,6 +373,18 @@ class _Warming:
             restore_seconds=self._restored.seconds,
             seconds=seconds,
         )
+
+
+def _notes(run: Run, record: Record | None) -> tuple[str, ...]:
+    """With the reason that whoever published by trace had."""
+    why = (record.environment or {}).get("why") if record is not None else None
+    return tuple(why if note == BY_TRACE and why else note for note in run.notes)
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """How a target came about, for whoever reads its record."""
+    facts = {"engine": run.engine, "why": "; ".join(run.notes), "compiled on": run.origin or ""}
+    return {name: fact for name, fact in facts.items() if fact and fact != "trace"}
 
 
 def _is_program(record: Record | None) -> bool:

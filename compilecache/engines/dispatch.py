@@ -108,7 +108,8 @@ def attach(function: nn.Module) -> Dispatcher:
     find = dispatcher.find
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        program = None if torch.compiler.is_compiling() else find(args, kwargs)
+        # Not is_compiling(): while any thread compiles, that is true in all of them.
+        program = None if torch.compiler.is_dynamo_compiling() else find(args, kwargs)
         if program is None:
             return compiled(*args, **kwargs)
         return program.call(function, *args, **kwargs)

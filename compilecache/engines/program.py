@@ -8,6 +8,7 @@ cannot be a program (graph breaks, hooks, wrappers, …) goes by engine ``trace`
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -42,6 +43,9 @@ from compilecache.errors import (
 from compilecache.shapes import CompileTarget
 from compilecache.sources import file_digest, import_name
 from compilecache.workload import Workload
+
+BY_TRACE = "no program: it was published by trace"
+"""The note of a target whose record holds none."""
 
 TUNED = (".best_config",)
 """Which of several compiled kernels was fastest: a rewritten program tunes a few of them anew."""
@@ -146,8 +150,8 @@ class ProgramEngine:
         by_trace = present is not None and program_among(present) is None
         run = self._trace.run(target, module, present if by_trace else None)
         if not notes:
-            reason = self._no_program.get(target.spec.function, "it was published by trace")
-            notes.append(f"no program: {reason}")
+            reason = self._no_program.get(target.spec.function)
+            notes.append(f"no program: {reason}" if reason else BY_TRACE)
         if present is not None and not by_trace and not troubles:
             run = replace(run, files=frozenset())  # a program of it is published, for others
         return replace(run, notes=tuple(notes), troubles=tuple(troubles))
@@ -192,6 +196,8 @@ class _Way:
     """Of the record that the file belongs to."""
     header: Header | None = None
     data: bytes = b""
+    reading: float = 0.0
+    """Seconds that reading the file took."""
     made: aot_names.Made | None = None
     loaded: aot_names.Loaded | None = None
     program: Program | None = None
@@ -204,8 +210,10 @@ class _Way:
         dispatcher = dispatch.of(harness.function(target, module))
         if dispatcher is None:
             raise NoProgram("something else is installed where calls of the module begin")
+        began = time.perf_counter()
         if self.path is not None:
             self.header, self.data = self._read(target)
+        self.reading = time.perf_counter() - began
         before = dict(dispatcher.table)
         try:
             return self._measured(target, module, dispatcher)
@@ -236,7 +244,8 @@ class _Way:
         with harness.observed(target, module, expect_warm=self.path is not None) as seen:
             dispatcher.provide, dispatcher.served = self._provider(target, dispatcher.function), 0
             try:
-                seen.seconds = harness.settle(target, module)
+                first, last = harness.settle(target, module)
+                seen.seconds = first + self.reading, last
             finally:
                 dispatcher.provide = None
             seen.peak = peak(torch.device(target.device))
