@@ -8,6 +8,7 @@ does not have.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import importlib
 import re
@@ -34,9 +35,15 @@ _PLACES = {
     "torch._inductor": ["list_mode_options"],
     "torch._inductor.async_compile": ["CompiledTritonKernels.key"],
     "torch._inductor.output_code": ["CompiledFxGraph"],
-    "torch._inductor.runtime.cache_dir_utils": ["cache_dir"],
+    "torch._inductor.runtime.cache_dir_utils": ["cache_dir", "triton_cache_dir"],
     "torch._inductor.runtime.hints": ["DeviceProperties"],
-    "torch._inductor.triton_bundler": ["TritonBundler.collect"],
+    "torch._inductor.runtime.runtime_utils": ["triton_hash_to_path_key"],
+    "torch._inductor.triton_bundler": [
+        "TritonBundler.collect",
+        "TritonBundler._REPLACE_BYTES",
+        "TritonKernelArtifact",
+        "TritonKernelArtifacts",
+    ],
     "torch._C._dynamo.guards": ["GlobalStateGuard"],
     "torch._C": ["_len_torch_function_stack", "_len_torch_dispatch_stack"],
     "torch.nn.modules.module": ["_global_forward_hooks", "_global_forward_pre_hooks"],
@@ -117,31 +124,87 @@ def make(
 
 
 def tuned(made: Made, loaded: Loaded) -> bytes:
-    """The same function, with only those of its kernels that won where it ran; at best all alone.
+    """The same function, each of its kernels in the one configuration that won where it has run.
 
-    torch tunes kernels with several configurations anew in every process where the list of them has
-    changed since: fewer reads, no benchmarks, and one result on all devices.
+    Else torch compiles a variant of some reductions, and times it against the first, in every process
+    that loads them. So there is less to read, nothing to time, and one result on all devices.
     """
-    won = {
-        key: _config(kernel.launchers[0].config)
-        for key, kernel in loaded.kernels
-        if len(getattr(kernel, "launchers", ())) == 1 and hasattr(kernel.launchers[0], "config")
-    }
     serialize = getattr(made.function._artifacts.compiled_fn, "serialize", None)
+    kernels = dict(loaded.kernels)
     for graph in _graphs(serialize()) if serialize is not None else ():
         bundle = getattr(graph, "_triton_bundle", None)
-        for autotuner in bundle.static_autotuners if bundle is not None else ():
-            results = autotuner.kernel.compile_results
-            kept = [r for r in results if _config(r.config) == won.get(autotuner.cache_key)]
-            if len(kept) == 1:
-                autotuner.kernel.compile_results = kept
+        if bundle is not None:
+            graph._triton_bundle = _tuned_bundle(bundle, kernels)
     data: bytes = type(made.function).serialize(made.function).serialized_data
     return data
 
 
+def _tuned_bundle(bundle: Any, kernels: Mapping[str, Any]) -> Any:
+    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
+
+    device = bundle.kernel_artifacts[0].device if bundle.kernel_artifacts else 0
+    more: dict[str, Any] = {}
+    for autotuner in bundle.static_autotuners:
+        won = _winner(kernels.get(autotuner.cache_key), autotuner.kernel)
+        if won is None:
+            continue
+        bundled = [
+            r for r in autotuner.kernel.compile_results if _config(r.config) == _config(won.config)
+        ]
+        folder = triton_hash_to_path_key(won.kernel.hash)
+        artifacts = None if bundled else _artifacts_of(folder, device)
+        if not bundled and not artifacts:
+            continue  # its binary is not where Triton keeps them
+        if artifacts:
+            more[folder] = artifacts
+        autotuner.kernel.compile_results = bundled[:1] or [_unloaded(won)]
+        autotuner.kernel.inductor_meta["dynamic_scale_rblock"] = False
+    if not more:
+        return bundle
+    from torch._inductor.triton_bundler import TritonKernelArtifacts
+
+    added = [TritonKernelArtifacts(folder, device, list(found)) for folder, found in more.items()]
+    return dataclasses.replace(bundle, kernel_artifacts=[*bundle.kernel_artifacts, *added])
+
+
+def _winner(live: Any, bundled: Any) -> Any:
+    """The result that a kernel has settled on, of the kind that travels; None where there is none."""
+    launchers: Sequence[Any] = getattr(live, "launchers", ())
+    if len(launchers) != 1 or not hasattr(launchers[0], "config") or not bundled.compile_results:
+        return None
+    kind = type(bundled.compile_results[0])
+    wanted = _config(launchers[0].config)
+    found = [r for r in live.compile_results if _config(r.config) == wanted]
+    return found[0] if len(found) == 1 and type(found[0]) is kind else None
+
+
+def _unloaded(result: Any) -> Any:
+    """A compiled configuration as it was before its binary was loaded."""
+    plain = copy.copy(result)
+    plain.kernel = copy.copy(result.kernel)
+    plain.kernel.function = plain.kernel.cubin_path = plain.kernel.cubin_raw = None
+    return plain
+
+
+def _artifacts_of(folder: str, device: int) -> list[Any]:
+    """The binaries in one of Triton's folders, as a bundle holds them."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    from torch._inductor.triton_bundler import TritonBundler, TritonKernelArtifact
+
+    directory = Path(triton_cache_dir(device), folder)
+    found = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.name.endswith(BINARIES):
+            payload = path.read_bytes()
+            if path.name.endswith(".json"):
+                payload = payload.replace(str(directory).encode(), TritonBundler._REPLACE_BYTES)
+            found.append(TritonKernelArtifact(path.name, payload))
+    return found if any(not path.filename.endswith(".json") for path in found) else []
+
+
 def _config(config: Any) -> tuple[Any, ...]:
     """What tells the configurations of a kernel apart."""
-    return sorted(config.kwargs.items()), config.num_warps, config.num_stages
+    return (*sorted(config.kwargs.items()), config.num_warps, config.num_stages)
 
 
 def _guarded(entry: Any) -> Guarded:

@@ -25,6 +25,7 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, Timeout
 
 from compilecache.artifact import FileEntry, Record, check_files
+from compilecache.contents import SETTLED, is_tuning
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
 from compilecache.files import replacing
 from compilecache.kernels import FOLDER, regroup
@@ -258,7 +259,12 @@ class CacheDir:
 
     def damaged(self, entries: Iterable[FileEntry]) -> tuple[str, ...]:
         """Faults of files that should be here: missing, or other bytes than recorded."""
-        return check_files(self.root, entries)
+        fixed = [entry for entry in entries if not self._settled(entry.path)]
+        return check_files(self.root, fixed)
+
+    def _settled(self, path: str) -> bool:
+        """Whether a file that is here may have other content than recorded."""
+        return bool(SETTLED.match(path)) and is_tuning(self.root / path)
 
     def quarantine(self, entries: Iterable[FileEntry]) -> tuple[str, ...]:
         """Moves damaged files aside, so that whole ones can take their place. Nothing is deleted."""
@@ -315,7 +321,7 @@ class CacheDir:
         faults = tuple(
             f"'{self.root / entry.path}' differs from '{entry.path}' of the store"
             for entry in present
-            if check_files(self.root, [entry])
+            if not self._settled(entry.path) and check_files(self.root, [entry])
         )
         if faults:
             raise ChecksumMismatch(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection
+from pathlib import Path
 
 from compilecache.kernels import FOLDER, is_group, is_stub, kernel_folder
 
@@ -11,6 +13,11 @@ TRANSIENT = re.compile(r"(^|/)(locks/|tmp\.pid_|\.|tmp[a-z0-9_]{8}$)|\.lock$|\.t
 """Lock files and files still being written: torch's ``.<pid>.<tid>.tmp``, Triton's ``tmp.pid_*``."""
 REMADE = re.compile(r"^[0-9a-z]{2}/[^/]+\.(py|cpp|h|hpp|i)$")
 """Generated sources: every FX-graph entry carries its own and writes it out again."""
+
+
+SETTLED = re.compile(r"^[0-9a-z]{2}/[^/]+\.best_config$")
+"""Which configuration of a kernel was fastest, with the time it took: torch writes it anew whenever it
+times them again. Any that can be read is as good as another."""
 
 
 def travels(path: str, kernels: Collection[str] = ()) -> bool:
@@ -24,6 +31,14 @@ def travels(path: str, kernels: Collection[str] = ()) -> bool:
     if not path.startswith(f"{FOLDER}/"):
         return True
     return is_stub(path) or kernel_folder(path) in kernels
+
+
+def is_tuning(path: Path) -> bool:
+    """Whether a result of tuning is there and can be read."""
+    try:
+        return isinstance(json.loads(path.read_bytes()), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def libraries(used: Collection[str], present: Collection[str]) -> set[str]:

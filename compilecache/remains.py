@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 
 from compilecache.cachedir import CacheDir
-from compilecache.contents import REMADE
+from compilecache.contents import REMADE, SETTLED, is_tuning
 
 _ELF64_SECTIONS = struct.Struct("40xQ10xHH2x")
 """Of the header: where the section table starts, the size of an entry, how many there are."""
@@ -31,6 +31,8 @@ def _may_be_whole(root: Path, path: str) -> bool:
     try:
         if path.endswith(".so"):
             return _is_library(root / path)
+        if SETTLED.match(path):
+            return is_tuning(root / path)
         return not REMADE.match(path) or os.lstat(root / path).st_size > 0
     except OSError:
         return True

@@ -172,9 +172,18 @@ class Cells(Mapping[str, Any]):
 
 
 class Scope:
-    """Where sources are looked up: a live module and the globals of its forward."""
+    """Where sources are looked up: a live module and the globals of its forward.
 
-    def __init__(self, module: nn.Module, imports: Mapping[str, str]) -> None:
+    ``looked``: what was seen so far, for several programs of a module that stays as it is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        imports: Mapping[str, str],
+        looked: dict[str, str | None] | None = None,
+    ) -> None:
+        self._looked = looked
         forward = inspect.unwrap(type(module).forward)
         self.module = module
         self.first = forward.__code__.co_varnames[0] if forward.__code__.co_varnames else "self"
@@ -219,6 +228,13 @@ class Scope:
 
     def now(self, source: str) -> str | None:
         """What a source gives now, in words; ABSENT for nothing, None for what nobody can tell."""
+        if self._looked is None:
+            return self._now(source)
+        if source not in self._looked:
+            self._looked[source] = self._now(source)
+        return self._looked[source]
+
+    def _now(self, source: str) -> str | None:
         try:
             return described_value(self.look(source))
         except (AttributeError, KeyError, IndexError, TypeError):

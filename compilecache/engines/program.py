@@ -7,9 +7,11 @@ cannot be a program (graph breaks, hooks, wrappers, …) goes by engine ``trace`
 
 from __future__ import annotations
 
-import threading
+import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from compilecache import aot_names, torch_names
 from compilecache.cachedir import CacheDir
 from compilecache.engines import canary, dispatch
+from compilecache.engines.beside import Beside, without_collecting
 from compilecache.engines.conditions import Scope, conditions_of, unmet
 from compilecache.engines.dispatch import Dispatcher, NoProgram, Program
 from compilecache.engines.harness import Harness, Replica, Run, first_line, peak
@@ -46,6 +49,8 @@ from compilecache.workload import Workload
 
 BY_TRACE = "no program: it was published by trace"
 """The note of a target whose record holds none."""
+
+logger = logging.getLogger("compilecache")
 
 TUNED = (".best_config",)
 """Which of several compiled kernels was fastest: a rewritten program tunes a few of them anew."""
@@ -78,10 +83,11 @@ class ProgramEngine:
         self._elsewhere = elsewhere
         self._no_program: dict[str, str] = {}
         """Functions that cannot be programs, and why."""
+        self.looked: dict[tuple[int, str], dict[str, str | None]] = defaultdict(dict)
+        """By module and phase: what conditions found there; nobody changes it meanwhile."""
         # Beside the restore, which waits for disks and networks; joined before torch is used.
         aot_names.import_first()
-        self._imports = threading.Thread(target=aot_names.import_ahead, daemon=True)
-        self._imports.start()
+        self._imports = Beside(aot_names.import_ahead)
 
     @property
     def harness(self) -> Harness:
@@ -216,7 +222,8 @@ class _Way:
         self.reading = time.perf_counter() - began
         before = dict(dispatcher.table)
         try:
-            return self._measured(target, module, dispatcher)
+            with nullcontext() if self.path is None else without_collecting():
+                return self._measured(target, module, dispatcher)
         except NoProgram:
             dispatcher.table = before
             raise
@@ -271,9 +278,14 @@ class _Way:
         """What the runs have settled is settled for whoever loads the program."""
         assert self.header is not None
         assert self.made is not None
-        if self.loaded is not None and self.loaded.kernels:
+        if self.loaded is None or not self.loaded.kernels:
+            return
+        try:
             self.data = aot_names.tuned(self.made, self.loaded)
-            self.header = self.header.model_copy(update=dict(sealed(self.data)))
+        except Exception as error:  # of torch's own; the program is as good, only slower to load
+            logger.warning("compilecache: a program keeps untuned kernels: %s", first_line(error))
+            return
+        self.header = self.header.model_copy(update=dict(sealed(self.data)))
 
     def _moves(self, target: CompileTarget) -> bool:
         return self.header is not None and self.header.device != target.device
@@ -347,7 +359,8 @@ class _Way:
 
     def _check(self, header: Header, target: CompileTarget, function: nn.Module) -> None:
         """Raises NoProgram caused by FingerprintMismatch for a program of something else."""
-        changed = differences(header, target, function)
+        looked = self.engine.looked[id(function), header.spec.phase]
+        changed = differences(header, target, function, looked)
         if not changed:
             return
         name, (then, now) = next(iter(changed.items()))
@@ -406,7 +419,10 @@ class _Way:
 
 
 def differences(
-    header: Header, target: CompileTarget, function: nn.Module
+    header: Header,
+    target: CompileTarget,
+    function: nn.Module,
+    looked: dict[str, str | None] | None = None,
 ) -> dict[str, tuple[str, str]]:
     """What is not as it was when the program was compiled: (then, now) by name; empty if it fits."""
     now = {
@@ -424,7 +440,7 @@ def differences(
         for name in sorted({*then, *now})
         if then.get(name) != now.get(name)
     }
-    return changed | unmet(header.conditions, Scope(function, header.imports))
+    return changed | unmet(header.conditions, Scope(function, header.imports, looked))
 
 
 def hardware(device: torch.device) -> str:

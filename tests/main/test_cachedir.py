@@ -378,3 +378,23 @@ def test_the_default_root(fresh: Template) -> None:
     assert fresh.call(default_root, env=ours) == "/ours"
     assert fresh.call(default_root, env={"TORCHINDUCTOR_CACHE_DIR": "/theirs"}) == "/theirs"
     assert Path(fresh.call(default_root)).name.startswith("torchinductor_")
+
+
+def test_results_of_tuning_may_change(cache: CacheDir) -> None:
+    """torch writes the time of the winner anew whenever it times kernels; half a file is damage."""
+    name = "ab/0123.best_config"
+    (cache.root / "ab").mkdir()
+    (cache.root / name).write_bytes(b'{"XBLOCK": 1, "time_taken_ms": 1}')
+    entries = tuple(
+        FileEntry(path, size, digest, PACK)
+        for path, (size, digest) in hash_files(cache.root, [name]).items()
+    )
+    (cache.root / name).write_bytes(b'{"XBLOCK": 1, "time_taken_ms": 20}')
+    assert cache.damaged(entries) == ()
+    cache.refuse_conflicts(entries)
+    (cache.root / name).write_bytes(b'{"XBLOCK": 1, "time')
+    assert "ab/0123.best_config" in cache.damaged(entries)[0]
+    with pytest.raises(ChecksumMismatch, match="differ"):
+        cache.refuse_conflicts(entries)
+    (cache.root / name).unlink()
+    assert cache.damaged(entries) == ("ab/0123.best_config: missing",)

@@ -325,6 +325,63 @@ def test_kernels_are_found_by_the_source_that_torch_hashes() -> None:
     ) == ["a\nb"]
 
 
+@dataclass(frozen=True)
+class _Config:
+    """Of a Triton kernel."""
+
+    kwargs: dict[str, int]
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+def _result(block: int, folder: str) -> Any:
+    kernel = SimpleNamespace(hash=folder, function=7, cubin_path="x", cubin_raw=b"x", name="k")
+    return SimpleNamespace(config=_Config({"RBLOCK": block}), kernel=kernel)
+
+
+def _tuner(key: str, *blocks: int) -> Any:
+    kernel = SimpleNamespace(
+        compile_results=[_result(b, f"{b:x}" * 16) for b in blocks], inductor_meta={}
+    )
+    return SimpleNamespace(cache_key=key, kernel=kernel)
+
+
+def _live(won: int, *blocks: int) -> Any:
+    results = [_result(block, f"{block:x}" * 16) for block in blocks]
+    launcher = SimpleNamespace(config=_Config({"RBLOCK": won}))
+    return SimpleNamespace(launchers=[launcher], compile_results=results)
+
+
+def test_kernels_travel_in_the_configuration_that_won(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of several; one that torch compiled while loading, with its binary; none where it is unsure."""
+    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
+    from torch._inductor.triton_bundler import TritonBundle, TritonKernelArtifacts
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    folder = tmp_path / triton_hash_to_path_key("2" * 16)
+    folder.mkdir()
+    (folder / "k.cubin").write_bytes(b"binary")
+    (folder / "k.ttir").write_bytes(b"a step on the way")
+    (folder / "__grp__k.json").write_text(f'{{"child": "{folder}/k.cubin"}}')
+    tuners = [_tuner("one", 4, 8), _tuner("new", 4), _tuner("gone", 4), _tuner("open", 4, 8)]
+    live = {"one": _live(8, 4, 8), "new": _live(2, 4, 2), "gone": _live(1, 4, 1)}
+    live["open"] = SimpleNamespace(launchers=[1, 2], compile_results=[])
+    bundle = TritonBundle([TritonKernelArtifacts("k", 0, [])], tuners)
+    found = aot_names._tuned_bundle(bundle, live)
+    blocks = [[r.config.kwargs["RBLOCK"] for r in t.kernel.compile_results] for t in tuners]
+    assert blocks == [[8], [2], [4], [4, 8]]
+    settled = [t.kernel.inductor_meta.get("dynamic_scale_rblock") for t in tuners]
+    assert settled == [False, False, None, None]
+    assert tuners[1].kernel.compile_results[0].kernel.function is None
+    assert live["new"].compile_results[1].kernel.function == 7
+    names = {a.filename: a.payload for a in found.kernel_artifacts[1].artifacts}
+    assert names["k.cubin"] == b"binary"
+    assert names.keys() == {"k.cubin", "__grp__k.json"}
+    assert str(tmp_path).encode() not in names["__grp__k.json"]
+
+
 def _properties(index: int) -> Any:
     from torch._inductor.runtime.hints import DeviceProperties
 
