@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -118,12 +119,52 @@ def make(
     sources = tuple(sorted({source.module for source in info.inlined_sources}))
     # Each of them holds the whole text of its file, only for messages.
     info.inlined_sources = {dataclasses.replace(s, content="") for s in info.inlined_sources}
-    data = type(made).serialize(made).serialized_data
-    imports = dict(made._artifacts.runtime_env.import_sources)
+    data = _saved(made, function)
+    environment = made._artifacts.runtime_env
+    imports = dict(environment.import_sources)
+    around = type(function).forward.__globals__
+    for name in environment.external_refs:
+        if isinstance(module := around.get(name), ModuleType):
+            imports[name] = module.__name__  # put there for this very code
     return Made(data, tuple(noted), sources, imports, made)
 
 
-def tuned(made: Made, loaded: Loaded) -> bytes:
+def _saved(made: Any, function: nn.Module) -> bytes:
+    data: bytes = type(made).serialize(made, closed_over(function)).serialized_data
+    return data
+
+
+def closed_over(function: nn.Module) -> dict[str, Any]:
+    """The functions and classes that a decorated forward closes over, by where they are found.
+
+    They are part of the process, not of the program: it names them, and is given the live ones.
+    """
+    found: dict[str, Any] = {}
+
+    def visit(name: str, thing: Any) -> None:
+        if any(thing is known for known in found.values()):
+            return
+        found[name] = thing
+        code = getattr(thing, "__code__", None)
+        cells = zip(
+            getattr(code, "co_freevars", ()),
+            getattr(thing, "__closure__", None) or (),
+            strict=False,
+        )
+        for variable, cell in cells:
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue  # not filled yet
+            if isinstance(value, FunctionType | type):
+                visit(f"{name}.{variable}", value)
+
+    visit("forward", type(function).forward)
+    del found["forward"]
+    return found
+
+
+def tuned(made: Made, loaded: Loaded, function: nn.Module) -> bytes:
     """The same function, each of its kernels in the one configuration that won where it has run.
 
     Else torch compiles a variant of some reductions, and times it against the first, in every process
@@ -135,8 +176,7 @@ def tuned(made: Made, loaded: Loaded) -> bytes:
         bundle = getattr(graph, "_triton_bundle", None)
         if bundle is not None:
             graph._triton_bundle = _tuned_bundle(bundle, kernels)
-    data: bytes = type(made.function).serialize(made.function).serialized_data
-    return data
+    return _saved(made.function, function)
 
 
 def _tuned_bundle(bundle: Any, kernels: Mapping[str, Any]) -> Any:
@@ -287,8 +327,15 @@ class Loaded:
     """torch's key and object of every kernel that it launches itself."""
 
 
-def load(data: bytes, indices: tuple[int, int] | None = None) -> Loaded:
-    """Loads what ``make`` made; no tracing. ``indices``: (compiled on, to be used on) of the GPU.
+def load(
+    data: bytes,
+    function: nn.Module,
+    imports: Mapping[str, str],
+    indices: tuple[int, int] | None = None,
+) -> Loaded:
+    """Loads what ``make`` made of such a module; no tracing.
+
+    ``imports``: as it was made; ``indices``: (compiled on, to be used on) of the GPU.
 
     Raises whatever torch raises for bytes that are not of its own making.
     """
@@ -298,7 +345,9 @@ def load(data: bytes, indices: tuple[int, int] | None = None) -> Loaded:
     _moving.ours, _moving.indices, _moving.kernels = True, indices, ()
     _moving.moved, _moving.left = 0, ()
     try:
-        loaded = AOTCompiledFunction.deserialize(data)
+        around = dict(type(function).forward.__globals__)
+        around |= {alias: importlib.import_module(name) for alias, name in imports.items()}
+        loaded = AOTCompiledFunction.deserialize(data, around, closed_over(function))
         return Loaded(loaded.fn, _moving.moved, _moving.left, _moving.kernels)
     finally:
         _moving.ours, _moving.indices, _moving.kernels = False, None, ()

@@ -40,12 +40,29 @@ class Undescribed(Exception):
     """An argument holds something that a key cannot tell from something else."""
 
 
+class _Again(tuple[int, ...]):
+    """For each tensor of a call the first that is the same one; last in a key, where any is."""
+
+
+Key = tuple[Hashable, ...]
+
+
+def apart(key: Key) -> Key:
+    """The key of the same call with tensors of their own. Its program is right for both.
+
+    No program changes its inputs, so it cannot tell; one made for a single tensor could.
+    """
+    return key[:-1] if isinstance(key[-1], _Again) else key
+
+
 class CallKey:
     """Makes the keys of one function's calls; by position or by name is the same call."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        parameters = list(inspect.signature(forward).parameters.values())[1:]
-        kinds = {parameter.kind for parameter in parameters}
+        # As it is called: what decorates it may tell arguments by position from those by name.
+        parameters = list(inspect.signature(forward, follow_wrapped=False).parameters.values())
+        if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+            parameters = parameters[1:]  # the module
         self._named = [
             (parameter.name, parameter.default)
             for parameter in parameters
@@ -56,9 +73,8 @@ class CallKey:
             parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
             for parameter in parameters
         )
-        self._takes_more = inspect.Parameter.VAR_KEYWORD in kinds
 
-    def __call__(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable:
+    def __call__(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Key:
         """The key of a call in this thread's grad mode. Raises Undescribed."""
         out: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
         tensors: list[Tensor] = []
@@ -78,7 +94,8 @@ class CallKey:
             _describe(more, out, tensors, 0)
         if len({id(tensor) for tensor in tensors}) < len(tensors):
             first: dict[int, int] = {}
-            out.append(tuple(first.setdefault(id(t), place) for place, t in enumerate(tensors)))
+            places = (first.setdefault(id(t), place) for place, t in enumerate(tensors))
+            out.append(_Again(places))
         return tuple(out)
 
     def words(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, str]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
+from inspect import CO_VARARGS
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -62,14 +62,18 @@ def _named_source(source: str, scope: Scope) -> str | None:
     """
     if not source or _OF_TORCH.search(source):
         return None
-    names = set(_LOCAL.findall(source))
-    if names - {scope.first, *scope.closure}:
+    source = source.replace(scope.first, "self")
+    if set(_LOCAL.findall(source)) - set(scope.closure):
         return None
+    return _LOCAL.sub(r"C['\1']", source)
 
-    def renamed(found: re.Match[str]) -> str:
-        return "self" if found[1] == scope.first else f"C[{found[1]!r}]"
 
-    return _LOCAL.sub(renamed, source)
+def _first(code: CodeType) -> str:
+    """How torch writes the first argument of a function."""
+    if code.co_argcount:
+        return f"L['{code.co_varnames[0]}']"
+    rest = code.co_varnames[code.co_kwonlyargcount] if code.co_flags & CO_VARARGS else "self"
+    return f"L['{rest}'][0]"
 
 
 def described_value(value: object) -> str | None:
@@ -184,10 +188,10 @@ class Scope:
         looked: dict[str, str | None] | None = None,
     ) -> None:
         self._looked = looked
-        forward = inspect.unwrap(type(module).forward)
+        forward: Any = type(module).forward
         self.module = module
-        self.first = forward.__code__.co_varnames[0] if forward.__code__.co_varnames else "self"
-        """What forward calls its module."""
+        self.first = _first(forward.__code__)
+        """How torch writes the module: as forward's first argument, or the first of its ``*args``."""
         self.globals: dict[str, Any] = forward.__globals__
         cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
         self.closure = Cells({name: cell for name, cell in cells if name != "__class__"})

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from compilecache import torch_names
-from compilecache.engines.callkey import CallKey, Undescribed
+from compilecache.engines.callkey import CallKey, Undescribed, apart
 from compilecache.engines.watched import Watch
 
 _DISPATCHER = "_compilecache_programs"
@@ -68,7 +68,7 @@ class Dispatcher:
             if self.provide is not None:
                 raise NoProgram(f"{_ARGUMENT}: {error}") from None
             return None
-        program = self.table.get(key)
+        program = self.table.get(key) or self.table.get(apart(key))
         fits = program is not None and (program.watch is None or program.watch.holds())
         if self.provide is None:
             return program if fits else None
@@ -81,7 +81,8 @@ class Dispatcher:
     def why(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[str]:
         """Why no program was taken for a call, in words; empty when none is like it."""
         try:
-            program = self.table.get(self.key(args, kwargs))
+            key = self.key(args, kwargs)
+            program = self.table.get(key) or self.table.get(apart(key))
         except Undescribed as error:
             return [f"{_ARGUMENT}: {error}"]
         return [] if program is None or program.watch is None else program.watch.why()

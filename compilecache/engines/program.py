@@ -268,20 +268,20 @@ class _Way:
         evidence = harness.evidence(seen, foreign, found=int(self.path is not None))
         kept = {path for path in harness.needed(seen) if not path.startswith(NOT_PACKED)}
         if self.path is None:
-            self._keep_winners()
+            self._keep_winners(dispatcher.function)
             path = write_program(harness.cache.root, self.header, self.data)
             return Run(evidence, frozenset({path, *kept}), engine="program")
         origin = self.header.device if self._moves(target) else None
         return Run(evidence, frozenset({*self.files, *kept}), engine="program", origin=origin)
 
-    def _keep_winners(self) -> None:
+    def _keep_winners(self, function: nn.Module) -> None:
         """What the runs have settled is settled for whoever loads the program."""
         assert self.header is not None
         assert self.made is not None
         if self.loaded is None or not self.loaded.kernels:
             return
         try:
-            self.data = aot_names.tuned(self.made, self.loaded)
+            self.data = aot_names.tuned(self.made, self.loaded, function)
         except Exception as error:  # of torch's own; the program is as good, only slower to load
             logger.warning("compilecache: a program keeps untuned kernels: %s", first_line(error))
             return
@@ -347,7 +347,7 @@ class _Way:
         if self._moves(target):
             indices = torch.device(header.device).index, torch.device(target.device).index
         try:
-            self.loaded = loaded = aot_names.load(self.data, indices)
+            self.loaded = loaded = aot_names.load(self.data, function, header.imports, indices)
         except Exception as error:  # whatever torch raises for what it cannot take
             raise NoProgram(first_line(error)) from error
         if loaded.left:

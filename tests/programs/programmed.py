@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 from collections.abc import Callable
@@ -130,6 +131,31 @@ def closing() -> nn.Module:
             factor = number
 
     return Closing()
+
+
+Forward = Callable[..., torch.Tensor]
+
+
+def doubling(scale: int) -> Callable[[Forward], Forward]:
+    """What decorates a forward, as transformers does with those of all its models."""
+
+    def decorate(forward: Forward) -> Forward:
+        @functools.wraps(forward)
+        def wrapper(self: nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
+            return forward(self, *args, **kwargs) * scale
+
+        return wrapper
+
+    return decorate
+
+
+class Decorated(Product):
+    """Its forward is a closure over another function."""
+
+    @doubling(2)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, width] → [B, width]."""
+        return x @ self.weight
 
 
 class Breaking(Product):

@@ -162,7 +162,13 @@ def test_a_sharded_model_is_no_program(fresh: Template) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [programmed.Counting, programmed.Custom, programmed.parametrized, programmed.Frozen],
+    [
+        programmed.Counting,
+        programmed.Custom,
+        programmed.parametrized,
+        programmed.Frozen,
+        programmed.Decorated,
+    ],
 )
 def test_unusual_models_that_are_programs(
     fresh: Template, root: Path, make: Callable[[], nn.Module]

@@ -15,7 +15,7 @@ from programmed import Nested, Scaled, rows
 
 from compilecache import aot_names
 from compilecache.engines import canary, dispatch, watched
-from compilecache.engines.callkey import CallKey, Undescribed
+from compilecache.engines.callkey import CallKey, Undescribed, apart
 from compilecache.engines.conditions import Scope, described_value, unmet
 from compilecache.engines.programfile import (
     Condition,
@@ -99,6 +99,21 @@ def test_calls_that_one_program_serves(
 def test_calls_that_need_programs_of_their_own(name: str, args: Any, args2: Any) -> None:
     """Whatever a trace could have burned in tells them apart."""
     assert KEY(args, {}) != KEY(args2, {}), name
+
+
+def test_one_tensor_passed_twice_is_served_by_a_program_for_two() -> None:
+    """labels=input_ids: what was compiled for two cannot tell; the other way round it could."""
+    assert apart(KEY((ONE, ONE), {})) == KEY((ONE, ONE.clone()), {})
+    assert apart(KEY((ONE,), {})) == KEY((ONE,), {})
+    model = Nested()
+    dispatcher = dispatch.Dispatcher(model, model.forward)
+    dispatcher.key = KEY
+    one, two = dispatch.Program(model.forward), dispatch.Program(model.forward)
+    dispatcher.table[KEY((ONE, ONE.clone()), {})] = two
+    assert dispatcher.find((ONE, ONE), {}) is two
+    dispatcher.table[KEY((ONE, ONE), {})] = one
+    assert dispatcher.find((ONE, ONE), {}) is one
+    assert dispatcher.find((ONE, ONE.clone()), {}) is two
 
 
 def test_grad_mode_tells_calls_apart() -> None:
