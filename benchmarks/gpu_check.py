@@ -1,6 +1,8 @@
 """One command for a machine with GPUs: the ``gpu`` tests and the GPU benchmarks, a table last.
 
 Usage: gpu_check.py [--only tests,tiny,qwen3-4b,programs,incident] [--seq-lens 512,1024] [--rounds 2]
+[--parts devices,prime,step,threads] [--folder DIR]. Programs take four lengths and about 17 minutes on two
+GPUs; where a command may take less, name the parts, and a folder that keeps what was compiled cold.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ def main() -> int:
     parser.add_argument("--only", default="tests,tiny,qwen3-4b,programs,incident")
     parser.add_argument("--seq-lens", default="512,1024")
     parser.add_argument("--rounds", default="2")
+    parser.add_argument("--parts", default="cold,step,threads", help="of programs")
+    parser.add_argument("--folder", help="of programs: kept for later parts")
     arguments = parser.parse_args()
     count = torch.cuda.device_count()
     if count == 0:
@@ -57,9 +61,10 @@ def main() -> int:
         good[preset] = run(f"prime {preset}", "benchmarks/prime.py", "--preset", preset, "--devices",
                            devices, "--seq-lens", lengths, "--rounds", arguments.rounds)  # fmt: skip
     if "programs" in steps:
+        kept = ("--folder", arguments.folder) if arguments.folder else ()
         good["programs"] = run("programs", "benchmarks/programs.py", "--preset", "qwen3-4b",
-                               "--devices", devices, "--seq-lens", arguments.seq_lens,
-                               "--rounds", arguments.rounds)  # fmt: skip
+                               "--devices", devices, "--rounds", arguments.rounds,
+                               "--parts", arguments.parts, *kept)  # fmt: skip
     if "incident" in steps:
         good["incident"] = run("incident", "benchmarks/incident_replay.py", "--device", "cuda",
                                "--preset", "qwen3-4b", "--gpus", "2")  # fmt: skip

@@ -12,22 +12,47 @@ TURN = 2e-4
 """Seconds that a thread may keep the interpreter to itself meanwhile: 5 ms is Python's own, and what
 opens, writes and closes many small files would wait that long after each."""
 
+_lock = threading.Lock()
+_running = 0
+_usual = 0.0
+
 
 class Beside:
     """Runs a function in a thread while this one waits for disks and networks."""
 
     def __init__(self, function: Callable[[], object]) -> None:
-        self._turn: float | None = sys.getswitchinterval()
-        sys.setswitchinterval(min(TURN, self._turn))
-        self._thread = threading.Thread(target=function, name="compilecache imports", daemon=True)
+        self._function = function
+        _begin()
+        self._thread = threading.Thread(target=self._run, name="compilecache imports", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
         """Waits for its end. Any number of times."""
         self._thread.join()
-        if self._turn is not None:
-            sys.setswitchinterval(self._turn)
-            self._turn = None
+
+    def _run(self) -> None:
+        try:
+            self._function()
+        finally:
+            _end()
+
+
+def _begin() -> None:
+    """Short turns from now on; the usual ones come back when the last such thread has ended."""
+    global _running, _usual
+    with _lock:
+        if not _running:
+            _usual = sys.getswitchinterval()
+            sys.setswitchinterval(min(TURN, _usual))
+        _running += 1
+
+
+def _end() -> None:
+    global _running
+    with _lock:
+        _running -= 1
+        if not _running:
+            sys.setswitchinterval(_usual)
 
 
 @contextmanager
