@@ -15,6 +15,8 @@ REMADE = re.compile(r"^[0-9a-z]{2}/[^/]+\.(py|cpp|h|hpp|i)$")
 """Generated sources: every FX-graph entry carries its own and writes it out again."""
 
 
+NATIVE = (".so", ".so.load_ok")
+"""A library, and torch's note that this one could be loaded when it was tried."""
 SETTLED = re.compile(r"^[0-9a-z]{2}/[^/]+\.best_config$")
 """Which configuration of a kernel was fastest, with the time it took: torch writes it anew whenever it
 times them again. Any that can be read is as good as another."""
@@ -51,5 +53,5 @@ def libraries(used: Collection[str], present: Collection[str]) -> set[str]:
     return {
         path
         for path in present
-        if path.endswith(".so") and path.rpartition("/")[2].partition(".")[0] in keys
+        if path.endswith(NATIVE) and path.rpartition("/")[2].partition(".")[0] in keys
     }
