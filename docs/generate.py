@@ -58,17 +58,22 @@ def _part(match: re.Match[str]) -> str:
 
 
 def figures(name: str) -> str:
-    """A table of figures from one or more results, each linked: it names machine and commit."""
+    """A table of figures from one or more results, each linked: it names machine and commit.
+
+    A name that starts with "../" is that of a page one folder below.
+    """
+    above, name = ("../", name[3:]) if name.startswith("../") else ("", name)
     lines = ["| figure | value | against | ratio | result |", "|---|---|---|---|---|"]
     for part in name.split(";"):
         file, _, wanted = part.partition(":")
         path = f"benchmarks/results/{file}.json"
+        link = f"{above}{path}"
         result = json.loads((ROOT / path).read_text(encoding="utf-8"))
         rows = {row["figure"]: row for row in result["rows"]}
         for row in (rows[figure] for figure in wanted.split(",")):
             ratio = "" if row["ratio"] is None else f"{row['ratio']:.3g}"
             value = f"{row['value']:.4g} {row['unit']}"
-            cells = (f"`{row['figure']}`", value, row["against"] or "", ratio, f"[{file}]({path})")
+            cells = (f"`{row['figure']}`", value, row["against"] or "", ratio, f"[{file}]({link})")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
