@@ -29,6 +29,7 @@ from torch import nn
 from torch._dynamo import convert_frame
 
 from compilecache import UnexpectedCompile, Warm, ensure_warm, torch_names
+from compilecache.engines import dispatch
 from compilecache.guard.seal import OnMiss
 
 LIMIT_US = 5.0
@@ -197,6 +198,27 @@ def stance_cost(pairs: int, calls: int) -> Cost:
     return compared(lambda n: call_seconds(module, x, n), under_stance, pairs, calls)
 
 
+@torch.no_grad()
+def program_cost(pairs: int, calls: int) -> Cost:
+    """Of a call that goes by a program over the same call compiled by torch; negative when it is less."""
+    x = torch.ones(PLANNED[0], WIDTH)
+    torch.manual_seed(0)
+    compiled, by_program = Product(), Product()
+    compiled.compile(dynamic=False, **limit())
+    compiled(x)
+    with tempfile.TemporaryDirectory() as root:
+        ensure_warm(by_program, [(x,)], store=False, root=root, engine="program").close()
+        programs = dispatch.of(by_program)
+        if programs is None or programs.find((x,), {}) is None:
+            raise SystemExit("error: no program serves the call")
+        return compared(
+            lambda n: call_seconds(compiled, x, n),
+            lambda n: call_seconds(by_program, x, n),
+            pairs,
+            calls,
+        )
+
+
 def costs(pairs: int, calls: int) -> list[Row]:
     """The figures of this part."""
     error = call_cost("error", pairs, calls)
@@ -207,6 +229,7 @@ def costs(pairs: int, calls: int) -> list[Row]:
         gated.row("gated_call_overhead_us"),
         step_cost(gated.bare, pairs, calls).row("step_overhead_us"),
         stance_cost(pairs, calls).row("stance_call_overhead_us"),
+        program_cost(pairs, calls).row("program_call_overhead_us"),
     ]
 
 
