@@ -81,6 +81,11 @@ class ArtifactStore:
         """Whether it was opened with a key to sign with."""
         return self._keys.signer is not None
 
+    @property
+    def publishes(self) -> bool:
+        """False when only signed records count and there is no key to sign with."""
+        return self.signs or not self._keys.trusted
+
     # -- fingerprints -------------------------------------------------------------------------
 
     def put_fingerprint(self, digest: str, text: str) -> None:
@@ -110,7 +115,7 @@ class ArtifactStore:
         Raises ChecksumMismatch when ``pack`` is not what the record says, UntrustedArtifact when only
         signed records count and there is no key to sign with.
         """
-        if self._keys.trusted and not self.signs:
+        if not self.publishes:
             raise UntrustedArtifact(
                 f"{record.key} cannot be published: only signed records are trusted here, and there is "
                 "no key to sign with",
