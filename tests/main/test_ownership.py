@@ -152,6 +152,19 @@ def test_a_link_of_somebody_else(open_folder: Path) -> None:
     assert f"'{link}'" in refusal(link)
 
 
+def test_dots_are_followed_as_the_system_follows_them(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above a link's target, not above the link; also for a path relative to where one stands."""
+    root_in(open_folder)
+    (open_folder / "link").symlink_to("one/two")
+    (open_folder / "one/file").touch()
+    (open_folder / "one/file").chmod(0o666)
+    monkeypatch.chdir(open_folder)
+    for path in (open_folder / "link/../file", Path("link/../file")):
+        assert f"'{open_folder}/one/file' can be written by everybody" in refusal(path)
+
+
 def test_links_in_a_circle(open_folder: Path) -> None:
     """An error, not an endless walk."""
     (open_folder / "a").symlink_to("b")
