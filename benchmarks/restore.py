@@ -20,8 +20,9 @@ from pathlib import Path
 from results import Row, report
 
 from compilecache.artifact import FileEntry, Record, hash_files
+from compilecache.fetch import fetch_packs
 from compilecache.pack import write_pack
-from compilecache.store import ArtifactStore, fetch_packs
+from compilecache.store import ArtifactStore
 
 FINGERPRINT = "be" * 16
 TARGETS = 12

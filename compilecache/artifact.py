@@ -29,6 +29,9 @@ RECORD_FORMAT: Final = 1
 ADOPTED = "adopted"
 """Keys of records of a whole directory, adopted without a target, start with this word."""
 
+MOST_FILES: Final = 1 << 17
+"""In one record, and in one pack."""
+
 BLOCK_BYTES = 1 << 20
 _LARGEST = 2**63 - 1
 _KEY = r"^[A-Za-z0-9][A-Za-z0-9._+@=-]{0,199}$"
@@ -127,7 +130,7 @@ class Record(BaseModel):
     """The target's key, or "adopted…"."""
     generation: Annotated[int, Field(ge=1, le=10**9)] = 1
     """Counts up from 1; a higher one supersedes."""
-    files: tuple[FileEntry, ...]
+    files: Annotated[tuple[FileEntry, ...], Field(max_length=MOST_FILES)]
     """Every file the target needs, by name; each says which pack holds it."""
     pack: PackInfo | None
     """The pack made for this record; None when other packs hold all files."""

@@ -14,7 +14,6 @@ import mmap
 import os
 import shutil
 import socket
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,9 +25,10 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from compilecache.artifact import FileEntry, Record, check_files
 from compilecache.contents import SETTLED, is_tuning
-from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
-from compilecache.files import replacing
+from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath
+from compilecache.files import make_private, replacing
 from compilecache.kernels import FOLDER, regroup
+from compilecache.ownership import refuse_foreign
 
 OWN = ".compilecache"
 NETWORK = (
@@ -80,12 +80,13 @@ class CacheDir:
     def prepare(self, *, allow_network: bool = False) -> None:
         """Creates the root (0700) and refuses one that cannot hold a cache safely.
 
-        Raises UnsafePath (unwritable, full, noexec, network) or UntrustedArtifact (foreign owner).
+        Raises UnsafePath (unwritable, full, noexec, network) or UntrustedArtifact (others could
+        write to it, or to a folder above it).
         """
         with self._explaining():
-            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._own.mkdir(exist_ok=True, mode=0o700)
-        self._refuse_foreign_owner()
+            make_private(self._own)
+            refuse_foreign(self.root)
+            refuse_foreign(self._own)
         self._refuse_full()
         self._refuse_noexec()
         kind = filesystem(self.root)
@@ -97,22 +98,23 @@ class CacheDir:
                 path=self.root,
             )
 
-    def _refuse_foreign_owner(self) -> None:
-        for path in (self.root, self._own):
-            status = path.stat()
-            if status.st_uid not in (os.getuid(), 0) or status.st_mode & stat.S_IWOTH:
-                raise UntrustedArtifact(
-                    f"'{path}' belongs to uid {status.st_uid} with mode "
-                    f"{stat.S_IMODE(status.st_mode):o}: others could plant code in it",
-                    next_step=f"Run: chmod 700 '{path}', or choose a folder of your own with --root",
-                )
-
     def _refuse_full(self) -> None:
         free = shutil.disk_usage(self.root).free
         if free < LEAST_FREE:
             raise UnsafePath(
                 f"cache root '{self.root}' has {free / 2**20:.0f} MiB free; a plan needs at least "
                 f"{LEAST_FREE // 2**20}",
+                next_step="Free some space, or choose another disk with --root",
+                path=self.root,
+            )
+
+    def refuse_more(self, size: int) -> None:
+        """Raises UnsafePath when so many more bytes would fill the disk, before one is written."""
+        free = shutil.disk_usage(self.root).free
+        if free < size + LEAST_FREE:
+            raise UnsafePath(
+                f"cache root '{self.root}' has {free / 2**20:.0f} MiB free, and what is to be "
+                f"restored unpacks to {size / 2**20:.0f}",
                 next_step="Free some space, or choose another disk with --root",
                 path=self.root,
             )

@@ -12,10 +12,12 @@ from compilecache.cachedir import CacheDir
 from compilecache.engines.programfile import program_among
 from compilecache.errors import ChecksumMismatch, CompileCacheError, StoreUnavailable
 from compilecache.evidence import Evidence
+from compilecache.fetch import fetch_packs
 from compilecache.fingerprint import Fingerprint
 from compilecache.pack import write_pack
+from compilecache.records import StoreView, refusal
 from compilecache.shapes import CompileTarget
-from compilecache.store import ArtifactStore, StoreView, fetch_packs
+from compilecache.store import ArtifactStore
 
 
 @dataclass
@@ -45,6 +47,15 @@ def siblings(targets: Iterable[CompileTarget]) -> dict[str, str]:
         for index in range(MOST_GPUS)
         if (other := replace(target, device=f"cuda:{index}").key) not in own
     }
+
+
+def _passed_over(view: StoreView) -> list[CompileCacheError]:
+    """An error for each record that was not believed or could not be read."""
+    damaged = [
+        ChecksumMismatch(fault, next_step="The older record is used", faults=(fault,))
+        for fault in view.faults
+    ]
+    return [*map(refusal, view.untrusted), *damaged]
 
 
 class Exchange:
@@ -136,16 +147,14 @@ class Exchange:
         began = time.perf_counter()
         done = Restored()
         view = self.view()
-        done.faults.extend(
-            ChecksumMismatch(fault, next_step="The older record is used", faults=(fault,))
-            for fault in view.faults
-        )
+        done.faults.extend(_passed_over(view))
         wanted = [record for key, record in view.records.items() if key in self.missing]
         self._bring_all(wanted, done)
         if self.store is not None and (lacking := self._lacking()):
             published = sorted(lacking & self.store.keys(self.mark.digest), reverse=True)
             first = {self._elsewhere[key]: key for key in published}  # one for each target
             others = self.store.latest(self.mark.digest, set(first.values()))
+            done.faults.extend(_passed_over(others))
             self._hold(others.records.values())
             self._bring_all(list(others.records.values()), done)
         done.seconds = time.perf_counter() - began
@@ -190,6 +199,7 @@ class Exchange:
         present = [e for e in entries.values() if (self.cache.root / e.path).is_file()]
         absent = [e for path, e in entries.items() if not (self.cache.root / path).is_file()]
         self.cache.refuse_conflicts(present)
+        self.cache.refuse_more(sum(entry.size for entry in absent))
         with self.cache.staging() as staged:
             fetch_packs(self.store, self.mark.digest, absent, staged)
             done.files += self.cache.activate(staged, absent)

@@ -110,6 +110,8 @@ class Explanation:
     """Whether something is missing and the store holds a whole directory of this environment."""
     trouble: str | None
     """Why the store could not be asked."""
+    untrusted: tuple[str, ...] = ()
+    """Records of these targets that no trusted key signed, and why."""
 
     @property
     def warm(self) -> bool:
@@ -139,6 +141,11 @@ class Explanation:
             )
         if self.trouble and not self.warm:
             return "Make the store answer and ask again, or compile with 'compilecache warm'"
+        if not self.warm and self.untrusted:
+            return (
+                "Run 'compilecache warm' where the sign key is, or vouch for what the store holds "
+                "with 'compilecache sign'"
+            )
         if not self.warm and self.adopted:
             return (
                 "Run 'compilecache restore', then 'compilecache verify': the store has an adopted "
@@ -188,6 +195,7 @@ def explain_plan(
         nearest=search.nearest() if lacking else None,
         adopted=lacking and environment(kind).digest in search.fingerprints(),
         trouble=search.trouble,
+        untrusted=search.untrusted,
     )
 
 
@@ -206,6 +214,7 @@ class Search:
         """Of records in the root that were looked at."""
         self._published: dict[str, Record] = {}
         self.trouble: str | None = None
+        self.untrusted: tuple[str, ...] = ()
 
     def look(self, targets: Iterable[CompileTarget]) -> None:
         """Compares files with their digests; asks the store for what the root lacks."""
@@ -215,7 +224,8 @@ class Search:
         wanted = {key for target in lacking for key in (target.key, *self._elsewhere(target))}
         try:
             wanted &= self._store.keys(self._mark.digest)
-            self._published = dict(self._store.latest(self._mark.digest, wanted).records)
+            view = self._store.latest(self._mark.digest, wanted)
+            self._published, self.untrusted = dict(view.records), view.untrusted
         except StoreUnavailable as error:
             self.trouble = error.problem
 

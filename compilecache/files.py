@@ -45,6 +45,14 @@ def _finishing(path: Path, finish: Callable[[Path, Path], None]) -> Iterator[Bin
     sync_directory(path.parent)
 
 
+def make_private(directory: Path) -> None:
+    """Makes a directory and the missing ones above it, for this user alone. Raises OSError."""
+    if not directory.is_dir():
+        make_private(directory.parent)
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+
+
 def sync_directory(path: Path) -> None:
     """Makes names created, replaced or removed in a directory survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

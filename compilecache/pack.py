@@ -17,8 +17,8 @@ from typing import BinaryIO, Protocol
 
 import xxhash
 
-from compilecache.artifact import FileEntry, PackInfo, Tree, check_name
-from compilecache.errors import ChecksumMismatch, UnsafePath
+from compilecache.artifact import MOST_FILES, FileEntry, PackInfo, Tree, check_name
+from compilecache.errors import ChecksumMismatch, CompileCacheError, UnsafePath
 from compilecache.files import replacing
 
 if sys.version_info >= (3, 14):
@@ -28,6 +28,10 @@ else:
 
 LEVEL = 3
 BLOCK_BYTES = 256 << 10
+MOST_TIMES = 1000
+"""How much larger than itself a pack may unpack; compiled code takes 3 to 20 times its pack."""
+FREE_BYTES = 64 << 20
+"""So much may be unpacked of any pack, however well it compresses."""
 _RECORD = tarfile.BLOCKSIZE
 _NAME_LIMIT = 8192
 
@@ -43,9 +47,11 @@ def write_pack(root: Path, paths: Iterable[str], out: Path) -> PackInfo:
     """Packs files below ``root`` into ``out``; equal files give equal bytes, wherever and whenever.
 
     Raises UnsafePath for links and names that would leave the root, ChecksumMismatch for a file that
-    changes meanwhile, OSError.
+    changes meanwhile, CompileCacheError for what nobody would unpack, OSError.
     """
     names = sorted(set(paths))
+    if len(names) > MOST_FILES:
+        raise _too_much(f"{len(names)} files")
     tree = Tree(root)
     with replacing(out) as file:
         writer = _Writer(file)
@@ -53,6 +59,8 @@ def write_pack(root: Path, paths: Iterable[str], out: Path) -> PackInfo:
             with tree.open(name) as (descriptor, size):
                 writer.add(name, descriptor, size)
         sha256, packed = writer.close()
+        if writer.inflated > _most_inflated(packed):
+            raise _too_much(f"{writer.inflated} bytes that compress to {packed}")
     return PackInfo(sha256=sha256, size=packed, files=len(names))
 
 
@@ -64,6 +72,8 @@ class _Writer:
         self._zstd = zstd.ZstdCompressor(level=LEVEL)
         self._sha256 = hashlib.sha256()
         self._size = 0
+        self.inflated = 0
+        """Bytes before compression."""
 
     def add(self, name: str, descriptor: int, size: int) -> None:
         header = tarfile.TarInfo(name)
@@ -87,6 +97,7 @@ class _Writer:
         return self._sha256.hexdigest(), self._size
 
     def _put(self, data: bytes) -> None:
+        self.inflated += len(data)
         self._write(self._zstd.compress(data))
 
     def _write(self, data: bytes) -> None:
@@ -106,7 +117,8 @@ def unpack(
     """Writes the wanted files of a pack below ``dest``, every digest checked, in one pass.
 
     Files of the pack that nobody wants are faults; with ``spare_bytes`` they are skipped, up to so
-    many bytes in all. Nothing is decompressed much past what the wanted files and these add up to.
+    many bytes in all. Nothing is decompressed much past what the wanted files and these add up to,
+    nor past ``MOST_TIMES`` what was read; and no more is read than they could take up compressed.
     Raises ChecksumMismatch with every fault found, UnsafePath for a pack that is intact but holds
     links, devices or names outside the root, OSError from either side. After any error none of the
     files is left.
@@ -146,6 +158,17 @@ def broken_packs(faults: Iterable[str]) -> ChecksumMismatch:
     )
 
 
+def _most_inflated(packed: int) -> int:
+    return FREE_BYTES + MOST_TIMES * packed
+
+
+def _too_much(what: str) -> CompileCacheError:
+    return CompileCacheError(
+        f"a pack of {what} would be taken for a bomb, and nobody would unpack it",
+        next_step="Keep large constants out of compiled code, or publish fewer files at a time",
+    )
+
+
 def _tar_bytes(entries: Iterable[FileEntry]) -> int:
     """At least what a tar of these files weighs: contents, headers, long names, padding."""
     return 64 * _RECORD + sum(e.size + 5 * _RECORD + 4 * len(e.path) for e in entries)
@@ -160,7 +183,9 @@ class _Inflated:
 
     def __init__(self, stream: Readable, limit: int) -> None:
         self._stream = stream
-        self._left = limit
+        self._limit = limit
+        self._inflated = 0
+        self._read_bytes = 0
         self._zstd = zstd.ZstdDecompressor()
         self._sha256 = hashlib.sha256()
 
@@ -174,22 +199,29 @@ class _Inflated:
                 inflated = self._zstd.decompress(data, BLOCK_BYTES)
             except zstd.ZstdError:
                 raise _DamageError("it is not zstd, or damaged") from None
-            self._left -= len(inflated)
-            if self._left < 0:
+            self._inflated += len(inflated)
+            if self._inflated > self._limit:
                 raise _DamageError("it unpacks to more than its records list")
+            if self._inflated > _most_inflated(self._read_bytes):
+                raise _DamageError(f"it unpacks to more than {MOST_TIMES} times its size")
             if inflated:
                 return inflated
         return b""
 
     def drain(self) -> str:
-        """sha256 of the whole stream, reading what is left of it."""
-        while self._read():
-            pass
+        """sha256 of the whole stream, reading what is left of it; of too long a one, of a part."""
+        with suppress(_DamageError):
+            while self._read():
+                pass
         return self._sha256.hexdigest()
 
     def _read(self) -> bytes:
         data = self._stream.read(BLOCK_BYTES)
         self._sha256.update(data)
+        self._read_bytes += len(data)
+        # zstd adds less than a hundredth to what it cannot compress.
+        if self._read_bytes > self._limit + self._limit // 64 + BLOCK_BYTES:
+            raise _DamageError("it is longer than what its records list")
         return data
 
 
@@ -203,7 +235,11 @@ class _Tar:
     def members(self) -> Iterator[tuple[str, int]]:
         """Name and size of each file; its content is then to be taken. Raises _DamageError, UnsafePath."""
         long_name: str | None = None
+        count = 0
         while (header := self._header()) is not None:
+            count += 1
+            if count > 2 * MOST_FILES:  # a long name is a member of its own
+                raise _DamageError(f"it holds more than {MOST_FILES} files")
             if header.type == tarfile.GNUTYPE_LONGNAME:
                 long_name = self._long_name(header.size)
                 continue

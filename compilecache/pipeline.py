@@ -322,7 +322,7 @@ class _Warming:
         """What an earlier run compiled while the store was down goes there now."""
         waiting = self._job.cache.unpublished(self._exchange.mark.digest)
         waiting &= self._exchange.complete.keys()
-        if self._job.store is not None and waiting:
+        if waiting and self._job.store is not None and self._job.store.publishes:
             with self._surviving("publishing what was left over"), self._lock():
                 self._exchange.publish_complete(waiting)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from urllib.parse import unquote
 
 from compilecache.errors import StoreUnavailable
-from compilecache.files import TEMP_PREFIX, creating, replacing
+from compilecache.files import TEMP_PREFIX, creating, make_private, replacing
 
 COPY_BYTES = 1 << 20
 
@@ -136,14 +136,6 @@ class LocalStorage:
         path = self.root / name
         make_private(path.parent)
         return path
-
-
-def make_private(directory: Path) -> None:
-    """Makes a directory and the missing ones above it, for this user alone."""
-    if not directory.is_dir():
-        make_private(directory.parent)
-        with suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
 
 
 def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:

@@ -26,7 +26,12 @@ def group() -> None:
 @group.command(epilog="Example: warmup run plan.yaml --store s3://bucket/cache")
 @common.plan_argument
 @common.with_options(
-    common.device_option, common.store_option, common.root_option, common.lock_option
+    common.device_option,
+    common.store_option,
+    common.sign_option,
+    common.trust_option,
+    common.root_option,
+    common.lock_option,
 )
 @click.option(
     "--timeout",
@@ -39,6 +44,8 @@ def run(
     *,
     devices: str | None,
     store: str | None,
+    sign_key: Path | None,
+    trust_keys: tuple[Path, ...],
     root: Path | None,
     lock_timeout: float,
     timeout: float | None,
@@ -50,7 +57,7 @@ def run(
 
     plan = ShapePlan.load(plan_file)
     cache = common.open_root(root)
-    opened = common.open_store(store)
+    opened = common.open_store(store, trust_keys, sign_key)
     places = common.choose_devices(devices)
     from compilecache.jobs import warm_plan
     from compilecache.proof import prove
@@ -79,7 +86,11 @@ def run(
 @group.command(epilog="Example: warmup pull plan.yaml --store s3://bucket/cache --ready /ready")
 @common.plan_argument
 @common.with_options(
-    common.device_option, common.store_option, common.root_option, common.lock_option
+    common.device_option,
+    common.store_option,
+    common.trust_option,
+    common.root_option,
+    common.lock_option,
 )
 @click.option(
     "--wait",
@@ -100,6 +111,7 @@ def pull(
     *,
     devices: str | None,
     store: str | None,
+    trust_keys: tuple[Path, ...],
     root: Path | None,
     lock_timeout: float,
     wait: float,
@@ -119,7 +131,7 @@ def pull(
     deadline = time.monotonic() + wait
 
     def once() -> Restoration:
-        opened = common.open_store(store)
+        opened = common.open_store(store, trust_keys)
         return restore_plan(
             plan, places, cache, opened, lambda text: click.echo(text, err=True),
             lock_timeout=lock_timeout,

@@ -22,7 +22,18 @@ from compilecache.errors import (
     UntrustedArtifact,
 )
 
-COMMANDS = ("plan", "fingerprint", "warm", "restore", "verify", "explain", "publish", "ls")
+COMMANDS = (
+    "plan",
+    "fingerprint",
+    "warm",
+    "restore",
+    "verify",
+    "explain",
+    "publish",
+    "ls",
+    "keygen",
+    "sign",
+)
 
 DONE, FAULT, USAGE, NOT_WARM, DAMAGED, TIMED_OUT = range(6)
 """Exit codes."""

@@ -24,7 +24,11 @@ AROUND = 12
 @click.command(epilog="Example: compilecache explain plan.yaml --device cuda:0,cuda:1")
 @common.plan_argument
 @common.with_options(
-    common.device_option, common.store_option, common.root_option, *common.workload_options
+    common.device_option,
+    common.store_option,
+    common.trust_option,
+    common.root_option,
+    *common.workload_options,
 )
 @common.json_option
 def explain(
@@ -32,6 +36,7 @@ def explain(
     *,
     devices: str | None,
     store: str | None,
+    trust_keys: tuple[Path, ...],
     root: Path | None,
     workload: str | None,
     settings: tuple[str, ...],
@@ -45,7 +50,7 @@ def explain(
     something is missing or does not fit, 4 when something in the cache root is damaged.
     """
     plan = common.load_plan(plan_file, workload, settings, engine)
-    opened = common.open_store(store)
+    opened = common.open_store(store, trust_keys)
     places = common.choose_devices(devices)
     from compilecache.cachedir import CacheDir
     from compilecache.explaining import explain_plan
@@ -79,6 +84,8 @@ def _print(found: Explanation) -> None:
     for title, changed in _misfits(named):
         console.print(f"\n{title}", markup=False)
         console.print(_differences(changed, "compiled with"))
+    for line in found.untrusted:
+        console.print(f"not trusted: {line}", markup=False)
     if found.count("missing"):
         console.print(f"\n{_published(found)}", markup=False)
         if found.nearest and found.nearest.changed:

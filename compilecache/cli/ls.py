@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,7 +11,8 @@ import click
 from compilecache.cli import options as common
 
 if TYPE_CHECKING:
-    from compilecache.store import ArtifactStore, StoreEntry
+    from compilecache.records import StoreEntry
+    from compilecache.store import ArtifactStore
 
 LABELS = ("torch", "gpu", "device", "workload")
 """Components that tell fingerprints apart at a glance."""
@@ -19,10 +21,13 @@ LABELS = ("torch", "gpu", "device", "workload")
 @click.command(epilog="Example: compilecache ls --store s3://bucket/cache")
 @click.argument("digest", required=False, metavar="[FINGERPRINT]")
 @common.store_option
+@common.trust_option
 @common.json_option
-def ls(digest: str | None, *, store: str | None, as_json: bool) -> None:
+def ls(
+    digest: str | None, *, store: str | None, trust_keys: tuple[Path, ...], as_json: bool
+) -> None:
     """List the fingerprints of the store, or the targets of one (the first digits are enough)."""
-    opened = common.open_store(store)
+    opened = common.open_store(store, trust_keys)
     if opened is None:
         raise click.UsageError("--store none holds nothing to list")
     if digest is None:
@@ -42,7 +47,7 @@ def _full(store: ArtifactStore, digest: str) -> str:
 def _fingerprints(store: ArtifactStore, as_json: bool) -> None:
     rows = []
     for digest in store.fingerprints():
-        entries = store.entries(digest)
+        entries = _trusted(store, digest)
         rows.append(
             {
                 "fingerprint": digest,
@@ -76,6 +81,14 @@ def _fingerprints(store: ArtifactStore, as_json: bool) -> None:
     Console(highlight=False).print(table)
 
 
+def _trusted(store: ArtifactStore, digest: str) -> tuple[StoreEntry, ...]:
+    """A line for each target; what is not trusted is told apart."""
+    view = store.latest(digest)
+    for line in view.untrusted:
+        common.tell(f"not trusted: {digest[:12]}: {line}")
+    return view.entries
+
+
 def _what(text: str | None) -> str:
     from compilecache.errors import PlanError
     from compilecache.fingerprint import Fingerprint
@@ -90,7 +103,7 @@ def _what(text: str | None) -> str:
 
 
 def _targets(store: ArtifactStore, digest: str, as_json: bool) -> None:
-    entries = store.entries(digest)
+    entries = _trusted(store, digest)
     if as_json:
         common.print_json({"fingerprint": digest, "targets": [_entry(entry) for entry in entries]})
         return

@@ -36,6 +36,22 @@ store_option = click.option(
     help="Artifact store: a folder, s3://…, memory://, or 'none'.  "
     "[default: COMPILECACHE_STORE, else ~/.cache/compilecache/store]",
 )
+sign_option = click.option(
+    "--sign-key",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Private key that signs what is published.  [default: COMPILECACHE_SIGN_KEY, else no "
+    "signature]",
+)
+trust_option = click.option(
+    "--trust-key",
+    "trust_keys",
+    type=click.Path(path_type=Path, dir_okay=False),
+    multiple=True,
+    metavar="FILE",
+    help="Public key; what none of these signed is not used. Repeatable.  [default: "
+    "COMPILECACHE_TRUST_KEYS, else everything is used]",
+)
 root_option = click.option(
     "--root",
     type=click.Path(path_type=Path, file_okay=False),
@@ -132,11 +148,15 @@ def open_root(root: Path | None, *, allow_network: bool = False) -> CacheDir:
     return cache
 
 
-def open_store(store: str | None) -> ArtifactStore | None:
-    """The store; None when the word is 'none'."""
+def open_store(
+    store: str | None, trust_keys: tuple[Path, ...] = (), sign_key: Path | None = None
+) -> ArtifactStore | None:
+    """The store, with the keys of the command line or the environment; None for the word 'none'."""
     from compilecache.store import ArtifactStore
 
-    return None if store == "none" else ArtifactStore.open(store)
+    if store == "none":
+        return None
+    return ArtifactStore.open(store, sign_key=sign_key, trust_keys=trust_keys or None)
 
 
 def show_progress(stack: ExitStack) -> Progress:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 @common.with_options(
     common.device_option,
     common.store_option,
+    common.sign_option,
+    common.trust_option,
     common.root_option,
     *common.workload_options,
     common.lock_option,
@@ -45,6 +47,8 @@ def publish(
     folder: Path | None,
     devices: str | None,
     store: str | None,
+    sign_key: Path | None,
+    trust_keys: tuple[Path, ...],
     root: Path | None,
     workload: str | None,
     settings: tuple[str, ...],
@@ -58,7 +62,7 @@ def publish(
     """
     if plan_file is None and folder is None:
         raise click.UsageError("name a PLAN, or a cache directory with --from")
-    opened = common.open_store(store)
+    opened = common.open_store(store, trust_keys, sign_key)
     if opened is None:
         raise click.UsageError("--store none cannot be published to")
     places = common.choose_devices(devices)

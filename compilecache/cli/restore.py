@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @common.with_options(
     common.device_option,
     common.store_option,
+    common.trust_option,
     common.root_option,
     *common.workload_options,
     common.lock_option,
@@ -31,6 +32,7 @@ def restore(
     *,
     devices: str | None,
     store: str | None,
+    trust_keys: tuple[Path, ...],
     root: Path | None,
     workload: str | None,
     settings: tuple[str, ...],
@@ -46,7 +48,7 @@ def restore(
     """
     plan = common.load_plan(plan_file, workload, settings, engine)
     cache = common.open_root(root, allow_network=allow_network_root)
-    opened = common.open_store(store)
+    opened = common.open_store(store, trust_keys)
     places = common.choose_devices(devices)
     from compilecache.jobs import restore_plan
 

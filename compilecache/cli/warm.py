@@ -16,6 +16,8 @@ from compilecache.shapes import EngineName
 @common.with_options(
     common.device_option,
     common.store_option,
+    common.sign_option,
+    common.trust_option,
     common.root_option,
     *common.workload_options,
     common.limit_option,
@@ -34,6 +36,8 @@ def warm(
     *,
     devices: str | None,
     store: str | None,
+    sign_key: Path | None,
+    trust_keys: tuple[Path, ...],
     root: Path | None,
     workload: str | None,
     settings: tuple[str, ...],
@@ -53,7 +57,7 @@ def warm(
     plan = common.load_plan(plan_file, workload, settings, engine)
     plan.targets(["cpu"], limit=limit)
     cache = common.open_root(root, allow_network=allow_network_root)
-    opened = common.open_store(store)
+    opened = common.open_store(store, trust_keys, sign_key)
     from compilecache.jobs import warm_plan
 
     places = common.choose_devices(devices)

@@ -334,6 +334,6 @@ def test_a_user_without_a_passwd_entry(fresh: Template) -> None:
     env = {"HOME": None, "USER": None, "LOGNAME": None}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        folder.chmod(0o777)
+        folder.chmod(0o1777)
         root = Path(fresh.call(_no_name, folder, env=env, cwd=folder))
         assert (root / ".compilecache").is_dir()

@@ -21,6 +21,7 @@ ONLY_IN = {
     "fsspec": {"store.py", "storage.py", "s3.py"},
     "s3fs": {"s3.py"},
     "filelock": {"cachedir.py"},
+    "cryptography": {"signing.py"},
     "xxhash": {"artifact.py", "pack.py", "programfile.py"},
 }
 """Libraries that one side of the package keeps to itself."""
@@ -29,7 +30,7 @@ WITHOUT_TORCH = (
     "compilecache compilecache.artifact compilecache.buckets compilecache.cachedir compilecache.cli "
     "compilecache.errors compilecache.evidence compilecache.exchange compilecache.fingerprint "
     "compilecache.pack compilecache.progress compilecache.proof compilecache.ranks "
-    "compilecache.report compilecache.shapes compilecache.sources compilecache.store "
+    "compilecache.report compilecache.shapes compilecache.signing compilecache.sources compilecache.store "
     "compilecache.watch compilecache.workload"
 ).split()
 

@@ -18,8 +18,9 @@ from workloads import plan
 from compilecache.artifact import Record, check_files
 from compilecache.cachedir import OWN, CacheDir
 from compilecache.errors import UnsafePath
+from compilecache.fetch import fetch_packs
 from compilecache.remains import sweep, unfinished
-from compilecache.store import ArtifactStore, fetch_packs
+from compilecache.store import ArtifactStore
 
 KILLS = 12
 

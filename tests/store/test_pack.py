@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from store_samples import harvest, listed, packed, plant
 
 from compilecache.artifact import FileEntry, file_and_directory, hash_files
-from compilecache.errors import ChecksumMismatch, UnsafePath
-from compilecache.pack import sha256_of, unpack, write_pack, zstd
+from compilecache.errors import ChecksumMismatch, CompileCacheError, UnsafePath
+from compilecache.pack import MOST_TIMES, sha256_of, unpack, write_pack, zstd
 
 part = st.text(
     st.characters(exclude_categories=("Cc", "Cs"), exclude_characters="/\\"),
@@ -240,6 +240,73 @@ def test_a_bomb_is_not_unpacked(spare_bytes: int) -> None:
     data = b"".join([*parts, compressor.flush()])
     with pytest.raises(ChecksumMismatch, match="more than its records list"):
         unpacked(data, entry_of("f", b"x"), spare_bytes=spare_bytes)
+
+
+def test_a_bomb_that_its_record_vouches_for_is_not_unpacked() -> None:
+    """Sizes in a record bound nothing when its author is the enemy: what counts is the ratio."""
+    head = member("f")
+    head.size = 512 << 20
+    compressor = zstd.ZstdCompressor()
+    parts = [compressor.compress(head.tobuf(tarfile.GNU_FORMAT))]
+    parts += [compressor.compress(bytes(1 << 24)) for _ in range(32)]
+    data = b"".join([*parts, compressor.compress(bytes(1024)), compressor.flush()])
+    assert len(data) < 1 << 16
+    promised = {"f": FileEntry("f", 512 << 20, "0" * 32, "0" * 64)}
+    with pytest.raises(ChecksumMismatch, match=f"more than {MOST_TIMES} times its size"):
+        unpacked(data, promised)
+
+
+def test_what_nobody_would_unpack_is_not_packed(scratch: Path) -> None:
+    """Said where it is made, not where it is needed; well compressed files up to 64 MiB are fine."""
+    (scratch / "tree").mkdir()
+    for size, fits in ((48 << 20, True), (256 << 20, False)):
+        with (scratch / "tree/zeros").open("wb") as file:
+            file.truncate(size)
+        if fits:
+            write_pack(scratch / "tree", ["zeros"], scratch / "pack")
+            continue
+        with pytest.raises(CompileCacheError, match="taken for a bomb"):
+            write_pack(scratch / "tree", ["zeros"], scratch / "pack2")
+    assert {path.name for path in scratch.iterdir()} == {"tree", "pack"}
+
+
+def test_a_pack_of_too_many_files_is_refused(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty ones weigh nothing, and still each would take a name and an inode."""
+    monkeypatch.setattr("compilecache.pack.MOST_FILES", 10)
+    tree = {f"f{number:02}": b"" for number in range(10)}
+    pack, entries, _ = packed(scratch / "ten", tree)
+    assert unpacked(pack.read_bytes(), entries) == tree
+    many = archive(*((member(f"f{number:02}"), b"") for number in range(21)))
+    with pytest.raises(ChecksumMismatch, match="more than 10 files"):
+        unpacked(many, entries, spare_bytes=1 << 20)
+    with pytest.raises(CompileCacheError, match="11 files"):
+        packed(scratch / "eleven", {**tree, "one more": b""})
+
+
+class Endless:
+    """A stream without an end that counts what was read of it."""
+
+    def __init__(self, start: bytes) -> None:
+        self._start = start
+        self.count = 0
+
+    def read(self, size: int, /) -> bytes:
+        """The start, then noise for ever."""
+        data, self._start = self._start[:size] or os.urandom(size), self._start[size:]
+        self.count += len(data)
+        return data
+
+
+def test_a_pack_without_an_end_is_not_read_for_ever(scratch: Path) -> None:
+    """Neither before nor after the end of the archive."""
+    whole = archive((member("f"), b"x"))
+    for start in (whole, b""):
+        stream = Endless(start)
+        with pytest.raises(ChecksumMismatch):
+            unpack(stream, "0" * 64, entry_of("f", b"x"), scratch)
+        assert stream.count < 4 << 20
 
 
 @pytest.mark.parametrize("tail", [b"x", bytes(512) + b"x" * 512, bytes(1024) + b"x"])

@@ -12,9 +12,10 @@ from store_samples import FINGERPRINT, TARGET, harvest, packed, sample
 
 from compilecache.artifact import FileEntry, Record, check_files
 from compilecache.errors import ChecksumMismatch, StoreUnavailable, UnsafePath
+from compilecache.fetch import fetch_packs
 from compilecache.pack import sha256_of
 from compilecache.storage import open_storage
-from compilecache.store import ArtifactStore, fetch_packs
+from compilecache.store import ArtifactStore
 
 
 def raw_names(place: Place) -> set[str]:

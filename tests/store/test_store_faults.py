@@ -18,7 +18,8 @@ from store_samples import FINGERPRINT, sample
 from compilecache.artifact import check_files
 from compilecache.budget import Budget
 from compilecache.errors import ChecksumMismatch, StoreUnavailable
-from compilecache.store import ArtifactStore, fetch_packs
+from compilecache.fetch import fetch_packs
+from compilecache.store import ArtifactStore
 
 
 @pytest.fixture

@@ -1,0 +1,310 @@
+"""The records of a store: which one is in force, who signed it, and adding one.
+
+A record lies at ``artifacts/<key>/<generation>.json``, its signatures beside it. Everything is created,
+nothing changed: whoever comes second reads what is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from compilecache.artifact import Record, is_key
+from compilecache.calls import Calls
+from compilecache.errors import (
+    ChecksumMismatch,
+    CompileCacheError,
+    StoreUnavailable,
+    UnsafePath,
+    UntrustedArtifact,
+)
+from compilecache.signing import (
+    NOBODY,
+    SIGNATURE_BYTES,
+    Keys,
+    SignKey,
+    signature_name,
+    signature_of,
+)
+
+VERSION = "v1"
+DIGEST = re.compile(r"[0-9a-f]{8,128}")
+GENERATIONS_TRIED = 64
+
+_GENERATION = re.compile(r"([1-9][0-9]{0,9})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """One published target, as ``ls`` shows it."""
+
+    key: str
+    """The target's key."""
+    generation: int
+    """Which of its records is in force."""
+    created: str
+    """UTC, ISO."""
+    files: int
+    """How many files it needs."""
+    file_bytes: int
+    """What they weigh restored."""
+    pack_bytes: int
+    """What its own pack weighs; 0 when other packs hold its files."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreView:
+    """What a store holds for one fingerprint, at one moment."""
+
+    records: Mapping[str, Record]
+    """By key: the readable, trusted record of the highest generation."""
+    faults: tuple[str, ...]
+    """Records that could not be read, and why; an older generation stands in where there is one."""
+    untrusted: tuple[str, ...] = ()
+    """Records that no trusted key signed, and why; the same holds for them."""
+
+    @property
+    def entries(self) -> tuple[StoreEntry, ...]:
+        """One line for each record, by key."""
+        return tuple(_entry(record) for _, record in sorted(self.records.items()))
+
+
+def _entry(record: Record) -> StoreEntry:
+    return StoreEntry(
+        key=record.key,
+        generation=record.generation,
+        created=record.created,
+        files=len(record.files),
+        file_bytes=sum(entry.size for entry in record.files),
+        pack_bytes=record.pack.size if record.pack else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """What was signed of the records in force for one fingerprint."""
+
+    keys: tuple[str, ...]
+    """Of targets that this key had not signed before."""
+    known: int
+    """How many it had."""
+    refused: tuple[str, ...]
+    """Records that were passed over, and why."""
+
+
+@dataclass(slots=True)
+class _Listed:
+    """What there is of one target."""
+
+    generations: list[int] = field(default_factory=list)
+    signers: dict[int, set[str]] = field(default_factory=dict)
+    """By generation: ids of the keys of which there are signatures, good or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A record in force."""
+
+    record: Record
+    name: str
+    data: bytes
+    """As it lies in the store; this is what gets signed."""
+
+
+class Records:
+    """The records that lie in one storage, as far as these keys trust them."""
+
+    def __init__(self, calls: Calls, keys: Keys) -> None:
+        self._calls = calls
+        self._keys = keys
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def latest(self, fingerprint: str, keys: Collection[str] | None) -> StoreView:
+        """The record in force of each of these targets; of all, when ``keys`` is None.
+
+        With trusted keys nothing of a record is believed before its signature has been verified.
+        """
+        listed = self._listed(fingerprint, keys)
+        searches = {key: _Search(self._calls, self._keys, fingerprint, key) for key in listed}
+        found = self._calls.each(sorted(listed), lambda key: searches[key].newest(listed[key]))
+        return StoreView(
+            records={each.record.key: each.record for each in found if each is not None},
+            faults=tuple(sorted(f for s in searches.values() for f in s.faults)),
+            untrusted=tuple(sorted(f for s in searches.values() for f in s.untrusted)),
+        )
+
+    def published(self, fingerprint: str) -> frozenset[str]:
+        """Keys of all targets that have a record, signed or not, from one listing."""
+        return frozenset(self._listed(fingerprint, None))
+
+    def _listed(self, fingerprint: str, keys: Collection[str] | None) -> dict[str, _Listed]:
+        """By key: what there is of those targets that have a record."""
+        found: dict[str, _Listed] = {}
+        for name in self._names(f"{folder_of(fingerprint)}/artifacts", keys):
+            key, _, file = name.partition("/")
+            listed = found.get(key) or _Listed()
+            if match := _GENERATION.fullmatch(file):
+                listed.generations.append(int(match[1]))
+            elif signature := signature_of(file):
+                listed.signers.setdefault(signature[0], set()).add(signature[1])
+            if is_key(key):
+                found[key] = listed
+        return {key: listed for key, listed in found.items() if listed.generations}
+
+    def _names(self, folder: str, keys: Collection[str] | None) -> list[str]:
+        if keys is None:
+            return self._calls.walk(folder)
+
+        def listing(key: str) -> list[str]:
+            return [f"{key}/{name}" for name in self._calls.walk(f"{folder}/{key}")]
+
+        found = self._calls.each(sorted(filter(is_key, set(keys))), listing)
+        return [name for names in found for name in names]
+
+    # -- adding -------------------------------------------------------------------------------
+
+    def add(self, record: Record) -> Record:
+        """Writes a record, and its signature, at its generation or the next free one above.
+
+        Returns what is there now: this one, or somebody else's of the same content.
+        """
+        for generation in range(record.generation, record.generation + GENERATIONS_TRIED):
+            candidate = record.model_copy(update={"generation": generation})
+            stored = self._settle(candidate)
+            if stored is not None:
+                return stored
+        raise StoreUnavailable(
+            f"store '{self._calls.storage.url}' does not keep the record of {record.key}: "
+            f"{GENERATIONS_TRIED} generations from {record.generation} on read back as something else",
+            next_step="Check that the address is a store and not some other server",
+        )
+
+    def _settle(self, record: Record) -> Record | None:
+        """What is stored at this generation when its content is the record's; None otherwise."""
+        name = _name((record.fingerprint, record.key, record.generation))
+        data = self._calls.read(name)
+        if data is None:
+            self._calls.create(f"record {record.key}", name, record.dump())
+            # s3fs#973: some stores ignore "only if absent"; what counts is what can be read back.
+            data = self._calls.read(name) or b""
+        try:
+            stored = Record.parse(data)
+        except (ChecksumMismatch, UnsafePath):
+            return None
+        if not stored.same_content(record) or stored.generation != record.generation:
+            return None
+        signer = self._keys.signer
+        if signer is not None and self._sign(signer, _Found(stored, name, data)) is None:
+            return None
+        return stored
+
+    def sign(self, signer: SignKey, fingerprint: str, *, unsigned: bool) -> Signed:
+        """Adds a signature to the record in force of each target, if a trusted key signed it.
+
+        ``unsigned``: whatever is in force is vouched for.
+        """
+        keys = NOBODY if unsigned else self._keys
+        new: dict[str, bool | None] = {}
+        refused: list[str] = []
+        for key, listed in sorted(self._listed(fingerprint, None).items()):
+            search = _Search(self._calls, keys, fingerprint, key)
+            if (found := search.newest(listed)) is not None:
+                new[key] = self._sign(signer, found)
+            refused += (*search.untrusted, *search.faults)
+        refused += [
+            f"{key}: something else lies in place of the signature"
+            for key, is_new in new.items()
+            if is_new is None
+        ]
+        return Signed(
+            keys=tuple(key for key, is_new in new.items() if is_new),
+            known=sum(is_new is False for is_new in new.values()),
+            refused=tuple(refused),
+        )
+
+    def _sign(self, signer: SignKey, found: _Found) -> bool | None:
+        """Whether the signature is new; None when something else lies, and stays, in its place."""
+        name, signature = signature_name(found.name, signer.public), signer.sign(found.data)
+        present = self._calls.read(name, SIGNATURE_BYTES + 1)
+        if present is None:
+            self._calls.create(f"signature of {found.record.key}", name, signature)
+            return True if self._calls.read(name, SIGNATURE_BYTES + 1) == signature else None
+        return False if present == signature else None
+
+
+class _Search:
+    """Looks for the record in force of one target."""
+
+    def __init__(self, calls: Calls, keys: Keys, fingerprint: str, key: str) -> None:
+        self._calls = calls
+        self._keys = keys
+        self._place = (fingerprint, key)
+        self.faults: list[str] = []
+        self.untrusted: list[str] = []
+
+    def newest(self, listed: _Listed) -> _Found | None:
+        """The highest generation that can be read and is trusted; the others are noted."""
+        for generation in sorted(listed.generations, reverse=True):
+            try:
+                found = self._read(generation, listed.signers.get(generation, set()))
+            except (ChecksumMismatch, UnsafePath, UntrustedArtifact) as error:
+                noted = self.untrusted if isinstance(error, UntrustedArtifact) else self.faults
+                noted.append(f"{self._place[1]}, generation {generation}: {error.problem}")
+                continue
+            if found is not None:
+                return found
+        return None
+
+    def _read(self, generation: int, signers: Collection[str]) -> _Found | None:
+        place = (*self._place, generation)
+        name = _name(place)
+        data = self._trusted(name, signers) if self._keys.trusted else self._calls.read(name)
+        if data is None:
+            return None
+        record = Record.parse(data)
+        if (record.fingerprint, record.key, record.generation) != place:
+            raise _misplaced(signed=bool(self._keys.trusted))
+        return _Found(record, name, data)
+
+    def _trusted(self, name: str, signers: Collection[str]) -> bytes | None:
+        """The bytes of a record that a trusted key signed. Others are not parsed, nor even read
+        where no trusted key claims them. Raises UntrustedArtifact."""
+        claimed = self._keys.named(signers)
+        if not claimed:
+            known = ", ".join(sorted(signers)[:5])
+            raise refusal(f"signed by {known}, which is not trusted" if signers else "not signed")
+        data = self._calls.read(name)
+        for key in claimed:
+            signature = self._calls.read(signature_name(name, key), SIGNATURE_BYTES + 1)
+            if data is None or key.verifies(signature or b"", data):
+                return data
+        raise refusal(f"it is not what {claimed[0].id} signed")
+
+
+def refusal(problem: str) -> UntrustedArtifact:
+    """The error for a record that nobody trusted signed."""
+    return UntrustedArtifact(
+        problem,
+        next_step="Warm it again where the sign key is, or vouch for it with 'compilecache sign'",
+    )
+
+
+def _misplaced(*, signed: bool) -> CompileCacheError:
+    problem = "the record names another place"
+    if signed:
+        return refusal(problem)
+    return ChecksumMismatch(problem, next_step="Publish the target again", faults=(problem,))
+
+
+def folder_of(fingerprint: str) -> str:
+    """Where everything of a fingerprint lies."""
+    if not DIGEST.fullmatch(fingerprint):
+        raise ValueError(f"{fingerprint[:80]!r} is no digest of a fingerprint")
+    return f"{VERSION}/{fingerprint}"
+
+
+def _name(place: tuple[str, str, int]) -> str:
+    fingerprint, key, generation = place
+    return f"{folder_of(fingerprint)}/artifacts/{key}/{generation}.json"
