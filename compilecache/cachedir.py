@@ -82,14 +82,23 @@ class CacheDir:
 
         Raises UnsafePath (unwritable, full, noexec, network) or UntrustedArtifact (foreign owner).
         """
+        self.create()
+        self.refuse_foreign_owner()
+        self.refuse_full()
+        self.refuse_noexec()
+        if not allow_network:
+            self.refuse_network()
+
+    def create(self) -> None:
+        """Makes the root (0700) where there is none. Raises UnsafePath when it cannot be written."""
         with self._explaining():
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._own.mkdir(exist_ok=True, mode=0o700)
-        self._refuse_foreign_owner()
-        self._refuse_full()
-        self._refuse_noexec()
+
+    def refuse_network(self) -> None:
+        """Raises UnsafePath for a root that other hosts see."""
         kind = filesystem(self.root)
-        if kind in NETWORK and not allow_network:
+        if kind in NETWORK:
             raise UnsafePath(
                 f"cache root '{self.root}' lies on a network file system ({kind}), where locks and "
                 "half-written files break compilers",
@@ -97,7 +106,8 @@ class CacheDir:
                 path=self.root,
             )
 
-    def _refuse_foreign_owner(self) -> None:
+    def refuse_foreign_owner(self) -> None:
+        """Raises UntrustedArtifact for a root that somebody else can write."""
         for path in (self.root, self._own):
             status = path.stat()
             if status.st_uid not in (os.getuid(), 0) or status.st_mode & stat.S_IWOTH:
@@ -107,7 +117,8 @@ class CacheDir:
                     next_step=f"Run: chmod 700 '{path}', or choose a folder of your own with --root",
                 )
 
-    def _refuse_full(self) -> None:
+    def refuse_full(self) -> None:
+        """Raises UnsafePath where no plan would find room."""
         free = shutil.disk_usage(self.root).free
         if free < LEAST_FREE:
             raise UnsafePath(
@@ -117,7 +128,8 @@ class CacheDir:
                 path=self.root,
             )
 
-    def _refuse_noexec(self) -> None:
+    def refuse_noexec(self) -> None:
+        """Raises UnsafePath where nothing can be mapped for execution."""
         with self._explaining(), tempfile.TemporaryFile(dir=self._own) as probe:
             probe.write(b"\0" * mmap.PAGESIZE)
             probe.flush()

@@ -14,6 +14,7 @@ from compilecache.errors import ChecksumMismatch, CompileCacheError, StoreUnavai
 from compilecache.evidence import Evidence
 from compilecache.fingerprint import Fingerprint
 from compilecache.pack import write_pack
+from compilecache.packages import described
 from compilecache.shapes import CompileTarget
 from compilecache.store import ArtifactStore, StoreView, fetch_packs
 
@@ -226,7 +227,7 @@ class Exchange:
             self._keep(record, published=False)
             if self.store is None:
                 return record
-            self.store.put_fingerprint(self.mark.digest, self.mark.dump())
+            self.store.put_fingerprint(self.mark.digest, described(self.mark))
             stored = self.store.publish(record, pack)
         self._keep(stored, published=True)
         self._hold([stored])
