@@ -109,8 +109,9 @@ def _summary(found: Diagnosis) -> str:
 
 
 def _paragraph(heading: str, finding: Finding) -> Iterator[str]:
-    text = finding.what[:1].upper() + finding.what[1:]
-    yield from textwrap.wrap(heading + text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    yield from textwrap.wrap(
+        heading + finding.what, WIDTH, break_long_words=False, break_on_hyphens=False
+    )
     if finding.why:
         yield from textwrap.wrap(finding.why, WIDTH, initial_indent="  ", subsequent_indent="  ")
     if finding.is_command:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from compilecache.cachedir import CacheDir
@@ -34,6 +35,8 @@ class Patient:
     """As it is named in commands."""
     compiling: bool = False
     """Whether to compile, to see which graphs torch never caches."""
+    variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """The environment as it was at first: torch itself adds its folder to it."""
     sources: Path = Path()
     """Folder whose Python files are read for settings that hide damage."""
 
@@ -53,13 +56,14 @@ def examine(patient: Patient) -> Diagnosis:
         return told
 
     cache = patient.cache
-    mark = _mark(patient, add)
+    # First of all: it imports the workload, which may change settings that are looked at later.
+    mark = fingerprint_for(patient.plan, patient.devices[0]) if patient.plan else None
     if worst(add("root", lambda: root.check_root(cache))) != "error" or _is_writable(cache):
         add("lock", lambda: lock.check_lock(cache))
     answers = storage is not None
     if storage is not None:
         answers = worst(add("store", lambda: store.check_store(storage))) != "error"
-    add("settings", lambda: settings.check_variables(cache))
+    add("settings", lambda: settings.check_variables(cache, patient.variables))
     add("settings", settings.check_settings)
     add("settings", lambda: settings.check_sources(patient.sources))
     _look_at_torch(patient, add)
@@ -77,13 +81,6 @@ def examine(patient: Patient) -> Diagnosis:
 Add = Callable[[Group, Check], list[Finding]]
 
 
-def _mark(patient: Patient, add: Add) -> Fingerprint | None:
-    """First of all: it imports the workload, which may change settings that are looked at later."""
-    if patient.plan is None:
-        return None
-    return fingerprint_for(patient.plan, patient.devices[0])
-
-
 def _look_at_torch(patient: Patient, add: Add) -> None:
     add("torch", probes.check_names)
     add("torch", probes.check_threads)
@@ -98,7 +95,7 @@ def _nearest(patient: Patient, mark: Fingerprint, add: Add) -> plan.Nearest:
         nonlocal near
         opened = ArtifactStore.open(patient.store, budget_seconds=store.BUDGET_SECONDS)
         near = plan.nearest_of(mark, patient.cache, opened)
-        yield from plan.check_fingerprint(mark, near.published, patient.plan_file)
+        yield from plan.check_fingerprint(near.published, patient.plan_file)
 
     add("plan", check)
     return near

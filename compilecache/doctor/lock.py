@@ -16,7 +16,7 @@ from compilecache.doctor.finding import Finding
 from compilecache.doctor.root import ELSEWHERE
 from compilecache.errors import CompileCacheError, LockTimeout
 
-SECOND = (sys.executable, "-m", "compilecache.doctor.second")
+SECOND = (sys.executable, "-P", "-m", "compilecache.doctor.second")
 DEADLINE = 30.0
 """Seconds for each answer of the second process."""
 BACK_SECONDS = 5.0

@@ -22,7 +22,6 @@ from compilecache.packages import packages_of
 from compilecache.replicas import build_replicas
 from compilecache.shapes import CompileTarget, InputSpec, ShapePlan, TensorSpec
 from compilecache.store import ArtifactStore
-from compilecache.weights import weight
 from compilecache.workload import workload_of_plan
 
 
@@ -46,7 +45,7 @@ def nearest_of(mark: Fingerprint, cache: CacheDir, store: ArtifactStore) -> Near
     return Nearest(near, packages_of(text))
 
 
-def check_fingerprint(mark: Fingerprint, near: Published | None, plan: str) -> Iterator[Finding]:
+def check_fingerprint(near: Published | None, plan: str) -> Iterator[Finding]:
     """What differs from the nearest one; ``plan``: the file, for commands."""
     if near is None:
         yield Finding(
@@ -62,7 +61,7 @@ def check_fingerprint(mark: Fingerprint, near: Published | None, plan: str) -> I
     rest: dict[bool, list[str]] = {True: [], False: []}
     for name, (there, here) in near.changed.items():
         fix = _command(name, there)
-        heavy = weight(name, mark.components.get("device", "cpu"))
+        heavy = near.weights[name]
         if fix is None:
             rest[heavy.matters].append(name)
             continue
@@ -136,12 +135,17 @@ def _bypasses(engine: TraceEngine, target: CompileTarget, replica: Replica) -> I
 def _bypass(target: CompileTarget, bypass: inductor_names.Bypass) -> Finding:
     node = f" at {bypass.node}" if bypass.node else ""
     line = f" ({bypass.line})" if bypass.line else ""
+    why = "It compiles on every start; no store helps it."
     fix = "Write that part with plain operators, or call it outside of the compiled function"
     if bypass.node and "autograd_function_apply" in bypass.node:
+        why += (
+            " If the backward depends on nothing but its inputs, torch may cache it; else write it "
+            "with plain operators."
+        )
         fix = "export TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD=1  # there too"
     return Finding(
         f"torch never caches a graph of {target}{node}{line}: {bypass.reason}",
-        "It compiles on every start; no store helps it.",
+        why,
         fix,
         "warning",
     )

@@ -56,9 +56,11 @@ def check_threads() -> Iterator[Finding]:
 
 def check_compilers(devices: Sequence[str]) -> Iterator[Finding]:
     """Programs that generate code; a restore needs none for kernels of Inductor on GPUs."""
-    name = os.environ.get("CXX") or ("g++" if _on_cpu(devices) else "gcc")
+    if _on_cpu(devices):
+        name, what = os.environ.get("CXX") or "g++", "CPU code"
+    else:
+        name, what = os.environ.get("CC") or "gcc", "Triton's launchers"
     if shutil.which(name) is None and shutil.which("clang++") is None:
-        what = "CPU code" if _on_cpu(devices) else "Triton's launchers"
         yield Finding(
             f"there is no compiler '{name}' on the PATH",
             f"It builds {what}. A start that finds everything in the cache does without.",

@@ -16,6 +16,10 @@ from compilecache.fingerprint import ENV_IGNORED, ENV_PREFIXES
 OFF = ("0", "false", "no", "off", "")
 
 
+def _is_one(value: str) -> bool:
+    return value == "1"
+
+
 def _is_on(value: str) -> bool:
     return value.lower() not in OFF
 
@@ -32,8 +36,8 @@ UNCACHED = "torch keeps nothing, so every start compiles and there is nothing to
 EAGER = "Nothing is compiled at all: correct, slow, and attention may take far more memory."
 
 VARIABLES: dict[str, tuple[Callable[[str], bool], Level, str]] = {
-    "TORCHDYNAMO_DISABLE": (_is_on, "error", EAGER),
-    "TORCH_COMPILE_DISABLE": (_is_on, "error", EAGER),
+    "TORCHDYNAMO_DISABLE": (_is_one, "error", EAGER),
+    "TORCH_COMPILE_DISABLE": (_is_one, "error", EAGER),
     "TORCHDYNAMO_SUPPRESS_ERRORS": (
         _is_given,
         "warning",
@@ -55,11 +59,8 @@ VARIABLES: dict[str, tuple[Callable[[str], bool], Level, str]] = {
 """Name → when it does harm, how much, and why."""
 
 
-def check_variables(
-    cache: CacheDir, variables: Mapping[str, str] | None = None
-) -> Iterator[Finding]:
-    """What is set in the environment of this process."""
-    given = os.environ if variables is None else variables
+def check_variables(cache: CacheDir, given: Mapping[str, str]) -> Iterator[Finding]:
+    """What is set in an environment."""
     found = [*_harmful(given), *_places(cache, given), *_keyed(given)]
     yield from found
     if not found:
@@ -184,8 +185,10 @@ def check_settings() -> Iterator[Finding]:
     found = False
     for setting in SETTINGS:
         value = torch_names.setting(setting.module, setting.name)
-        if value is setting.harmful and not any(name in os.environ for name in setting.variables):
-            found = True
+        if value is not setting.harmful:
+            continue
+        found = True
+        if not any(name in os.environ for name in setting.variables):
             yield Finding(
                 f"{setting.module}.{setting.name} is {value}",
                 setting.why,

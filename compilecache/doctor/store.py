@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -37,11 +38,7 @@ def check_store(storage: Storage, budget_seconds: float = BUDGET_SECONDS) -> Ite
     try:
         yield from visit.write()
     except StoreUnavailable as error:
-        why = (
-            "Nothing can be published. Right for a trainer, which only restores; not for the job "
-            "that warms."
-        )
-        yield Finding(error.problem, why, error.next_step, "warning" if visit.sick else "note")
+        yield _not_written(error)
     finally:
         found = visit.tidy()
     yield from found
@@ -55,11 +52,6 @@ class _Visit:
         self._budget = Budget(storage.url, budget_seconds)
         self._name = f"{FOLDER}/{uuid.uuid4().hex}"
         self._sent = False
-
-    @property
-    def sick(self) -> bool:
-        """Whether trouble is more than a refusal."""
-        return self._budget.left < self._budget.seconds / 2
 
     def reach(self) -> Finding:
         """One listing, with its time. Raises StoreUnavailable."""
@@ -130,6 +122,17 @@ class _Visit:
                 f"store '{self._storage.url}', {what}: it is not there after it was written",
                 next_step="Check that the address is a store and not some other server",
             ) from error
+
+
+def _not_written(error: StoreUnavailable) -> Finding:
+    cause = error.__cause__
+    refused = isinstance(cause, PermissionError) or (
+        isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    )
+    why = "Nothing can be published."
+    if refused:
+        why += " Right for a trainer, which only restores; not for the job that warms."
+    return Finding(error.problem, why, error.next_step, "note" if refused else "warning")
 
 
 def _create_only(url: str, holds: bool) -> Finding:
