@@ -83,14 +83,22 @@ class CacheDir:
         Raises UnsafePath (unwritable, full, noexec, network) or UntrustedArtifact (others could
         write to it, or to a folder above it).
         """
+        self.create()
+        self.refuse_foreign_owner()
+        self.refuse_full()
+        self.refuse_noexec()
+        if not allow_network:
+            self.refuse_network()
+
+    def create(self) -> None:
+        """Makes the root (0700) where there is none. Raises UnsafePath when it cannot be written."""
         with self._explaining():
             make_private(self._own)
-            refuse_foreign(self.root)
-            refuse_foreign(self._own)
-        self._refuse_full()
-        self._refuse_noexec()
+
+    def refuse_network(self) -> None:
+        """Raises UnsafePath for a root that other hosts see."""
         kind = filesystem(self.root)
-        if kind in NETWORK and not allow_network:
+        if kind in NETWORK:
             raise UnsafePath(
                 f"cache root '{self.root}' lies on a network file system ({kind}), where locks and "
                 "half-written files break compilers",
@@ -98,7 +106,14 @@ class CacheDir:
                 path=self.root,
             )
 
-    def _refuse_full(self) -> None:
+    def refuse_foreign_owner(self) -> None:
+        """Raises UntrustedArtifact for a root that somebody else can write, or replace."""
+        with self._explaining():
+            refuse_foreign(self.root)
+            refuse_foreign(self._own)
+
+    def refuse_full(self) -> None:
+        """Raises UnsafePath where no plan would find room."""
         free = shutil.disk_usage(self.root).free
         if free < LEAST_FREE:
             raise UnsafePath(
@@ -119,7 +134,8 @@ class CacheDir:
                 path=self.root,
             )
 
-    def _refuse_noexec(self) -> None:
+    def refuse_noexec(self) -> None:
+        """Raises UnsafePath where nothing can be mapped for execution."""
         with self._explaining(), tempfile.TemporaryFile(dir=self._own) as probe:
             probe.write(b"\0" * mmap.PAGESIZE)
             probe.flush()

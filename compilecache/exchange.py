@@ -15,6 +15,7 @@ from compilecache.evidence import Evidence
 from compilecache.fetch import fetch_packs
 from compilecache.fingerprint import Fingerprint
 from compilecache.pack import write_pack
+from compilecache.packages import described
 from compilecache.records import StoreView, refusal
 from compilecache.shapes import CompileTarget
 from compilecache.store import ArtifactStore
@@ -236,7 +237,7 @@ class Exchange:
             self._keep(record, published=False)
             if self.store is None:
                 return record
-            self.store.put_fingerprint(self.mark.digest, self.mark.dump())
+            self.store.put_fingerprint(self.mark.digest, described(self.mark))
             stored = self.store.publish(record, pack)
         self._keep(stored, published=True)
         self._hold([stored])

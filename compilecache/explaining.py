@@ -24,6 +24,7 @@ from compilecache.fingerprint import Fingerprint, environment, fingerprint, near
 from compilecache.replicas import build_replicas
 from compilecache.shapes import CompileTarget, EngineName, ShapePlan
 from compilecache.store import ArtifactStore
+from compilecache.weights import Weight, weight
 from compilecache.workload import Workload, workload_of_plan
 
 State = Literal["local", "in store", "by rewriting", "damaged", "missing"]
@@ -91,6 +92,16 @@ class Published:
     """How many are published for it."""
     changed: Changed
     """Component → (published, here), the most telling first; empty when it is this machine's own."""
+    weights: dict[str, Weight]
+    """What a difference in each of them means for torch's own keys."""
+
+    def differing(self, *, matters: bool) -> Changed:
+        """Those that are known to matter, or those that are only caution."""
+        return {
+            name: pair
+            for name, pair in self.changed.items()
+            if self.weights[name].matters == matters
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +333,13 @@ class Search:
             self.trouble = error.problem
             return None
         changed = self._mark.diff(closest)
+        ranked = sorted(changed, key=_rank)
+        device = self._mark.components.get("device", "cpu")
         return Published(
-            digest, count, {name: changed[name] for name in sorted(changed, key=_rank)}
+            digest,
+            count,
+            {name: changed[name] for name in ranked},
+            {name: weight(name, device) for name in ranked},
         )
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,80 @@ def noting_bundled(kernels: set[str]) -> Iterator[None]:
     finally:
         setattr(TritonBundler, "collect", collect)  # noqa: B010
         setattr(TritonBundler, "read_and_emit", emit)  # noqa: B010
+
+
+@dataclass(frozen=True, slots=True)
+class Bypass:
+    """Why torch would not cache a graph."""
+
+    reason: str
+    """In torch's words, one line."""
+    node: str = ""
+    """The operation of the graph that it stumbled over; empty when it was none."""
+    line: str = ""
+    """Where in somebody's source that operation was traced."""
+
+
+@contextmanager
+def noting_bypasses() -> Iterator[dict[str, Bypass]]:
+    """Collects why graphs are passed by, by reason: torch itself only counts and logs it."""
+    import torch._functorch._aot_autograd.autograd_cache as cache
+    from torch._inductor.codecache import BypassFxGraphCache
+
+    noted: dict[str, Bypass] = {}
+
+    def note(error: BaseException, node: Any = None) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, cache.FXGraphCacheMiss):
+            return
+        if node is not None:
+            noted[reason] = Bypass(reason, str(node.name), _last_line(node.stack_trace or ""))
+        noted.setdefault(reason, Bypass(reason))
+
+    def telling(act: Callable[..., Any], *, node: bool) -> Callable[..., Any]:
+        def told(*args: Any, **named: Any) -> Any:
+            try:
+                return act(*args, **named)
+            except Exception as error:
+                note(error, args[0] if node else None)
+                raise
+
+        return told
+
+    with ExitStack() as stack:
+        for name in ("check_node_safe", "autograd_cache_key"):
+            act = getattr(cache, name)
+            setattr(cache, name, telling(act, node=name == "check_node_safe"))
+            stack.callback(setattr, cache, name, act)
+        for kind in (cache.BypassAOTAutogradCache, BypassFxGraphCache):
+            stack.enter_context(_noting_made(kind, note))
+        yield noted
+
+
+def _last_line(trace: str) -> str:
+    """The innermost frame of a stack as torch notes it: "train.py:70 in forward"."""
+    frames = re.findall(r'^\s*File "(.+)", line (\d+), in (.+)$', trace, re.M)
+    path, number, function = frames[-1] if frames else ("", "", "")
+    return f"{path}:{number} in {function}" if path else ""
+
+
+@contextmanager
+def _noting_made(kind: type[Exception], note: Callable[[BaseException], None]) -> Iterator[None]:
+    """Hears of every error of a kind when it is made: some are caught where nobody else looks."""
+    before = vars(kind).get("__init__")
+
+    def init(self: Exception, *args: object) -> None:
+        Exception.__init__(self, *args)
+        note(self)
+
+    setattr(kind, "__init__", init)  # noqa: B010
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(kind, "__init__")
+        else:
+            setattr(kind, "__init__", before)  # noqa: B010
 
 
 def settle_ptxas() -> None:
@@ -148,6 +224,13 @@ def missing() -> list[str]:
                 "TritonBundler.collect",
                 "TritonBundler.read_and_emit",
             ],
+            "torch._functorch._aot_autograd.autograd_cache": [
+                "check_node_safe",
+                "autograd_cache_key",
+                "BypassAOTAutogradCache",
+                "FXGraphCacheMiss",
+            ],
+            "torch._inductor.codecache": ["BypassFxGraphCache"],
             "torch._inductor.utils": ["clear_caches"],
             "torch._inductor.cpu_vec_isa": [
                 "valid_vec_isa_list",

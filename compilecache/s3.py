@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
@@ -40,6 +41,7 @@ class _Answer(TypedDict, total=False):
     Contents: list[_Item]
     CommonPrefixes: list[_Item]
     IsTruncated: bool
+    LastModified: datetime
     Name: str
     NextContinuationToken: str
 
@@ -128,6 +130,14 @@ class S3Storage:
             for page in pages
             for item in page.get("CommonPrefixes", ())
         ]
+
+    def modified(self, name: str) -> float | None:
+        answer = self._call("head_object", Key=self._prefix + name)
+        written = answer.get("LastModified")
+        return written.timestamp() if written else None
+
+    def remove(self, name: str) -> None:
+        self._call("delete_object", Key=self._prefix + name)
 
     def _get(self, name: str, start: int, count: int, seconds: float) -> bytes:
         def act(files: s3fs.S3FileSystem) -> bytes:

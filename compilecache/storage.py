@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote
@@ -66,6 +67,13 @@ class Storage(Protocol):
 
     def folders(self, folder: str) -> list[str]:
         """Names of the folders directly in a folder."""
+
+    def modified(self, name: str) -> float | None:
+        """When an object was written by the storage's own clock, seconds since the epoch; None when
+        it does not say."""
+
+    def remove(self, name: str) -> None:
+        """Deletes an object that is of no use any more; one that is not there is no error."""
 
 
 class _LocalBlob:
@@ -131,6 +139,12 @@ class LocalStorage:
                 return [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
+
+    def modified(self, name: str) -> float | None:
+        return (self.root / name).stat().st_mtime
+
+    def remove(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
 
     def _prepared(self, name: str) -> Path:
         path = self.root / name
@@ -222,6 +236,15 @@ class MemoryStorage:
         except FileNotFoundError:
             return []
         return [i["name"].rpartition("/")[2] for i in found if i["type"] == "directory"]
+
+    def modified(self, name: str) -> float | None:
+        with self._lock:
+            written: datetime = self._files.modified(self._path(name))
+        return written.timestamp()
+
+    def remove(self, name: str) -> None:
+        with self._lock, suppress(FileNotFoundError):
+            self._files.rm_file(self._path(name))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

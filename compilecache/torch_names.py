@@ -58,6 +58,14 @@ def takes_recompile_limit() -> bool:
     return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
+def setting(module: str, name: str) -> object:
+    """A setting of torch as this thread sees it; None where this torch does not have it."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
 def stance() -> str:
     """What ``torch.compiler.set_stance`` was told last, for all threads; "default" at first."""
     from torch._dynamo.eval_frame import _stance

@@ -23,16 +23,8 @@ from compilecache.errors import (
 )
 
 COMMANDS = (
-    "plan",
-    "fingerprint",
-    "warm",
-    "restore",
-    "verify",
-    "explain",
-    "publish",
-    "ls",
-    "keygen",
-    "sign",
+    *("plan", "fingerprint", "warm", "restore", "verify", "explain", "doctor", "publish", "ls"),
+    *("keygen", "sign"),
 )
 
 DONE, FAULT, USAGE, NOT_WARM, DAMAGED, TIMED_OUT = range(6)

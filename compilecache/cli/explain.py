@@ -13,7 +13,14 @@ from compilecache.cli import options as common
 from compilecache.shapes import EngineName
 
 if TYPE_CHECKING:
-    from compilecache.explaining import Changed, Explanation, Finding, ProgramFacts, State
+    from compilecache.explaining import (
+        Changed,
+        Explanation,
+        Finding,
+        ProgramFacts,
+        Published,
+        State,
+    )
 
 SHOWN = 36
 """Letters of a value that are shown whole."""
@@ -68,6 +75,7 @@ def explain(
 
 def _print(found: Explanation) -> None:
     from rich.console import Console
+    from rich.padding import Padding
     from rich.text import Text
 
     from compilecache.report import without_common
@@ -88,8 +96,11 @@ def _print(found: Explanation) -> None:
         console.print(f"not trusted: {line}", markup=False)
     if found.count("missing"):
         console.print(f"\n{_published(found)}", markup=False)
-        if found.nearest and found.nearest.changed:
-            console.print(_differences(found.nearest.changed, "published"))
+        for title, changed, reasons in _weighed(found.nearest):
+            console.print(title, markup=False)
+            console.print(_differences(changed, "published"))
+            for reason in reasons:
+                console.print(Padding(Text(reason), (0, 0, 0, 2)))
     console.print(f"\n{found.next_step}.", markup=False)
 
 
@@ -199,6 +210,25 @@ def _published(found: Explanation) -> str:
         f"Nearest published fingerprint: {near.digest[:12]} ({held}).\n"
         f"It differs in {count} component{'s' if count > 1 else ''}:"
     )
+
+
+def _weighed(near: Published | None) -> Iterator[tuple[str, Changed, list[str]]]:
+    """What differs, first what is known to matter, each with a sentence for every component."""
+    for matters, title in (
+        (True, "Known to matter, since it enters torch's own keys:"),
+        (False, "Only caution; torch's keys may be the same:"),
+    ):
+        changed = near.differing(matters=matters) if near else {}
+        if near and changed:
+            yield title, changed, _reasons(near, changed)
+
+
+def _reasons(near: Published, changed: Changed) -> list[str]:
+    """Components with the same sentence together."""
+    groups: dict[str, list[str]] = {}
+    for name in changed:
+        groups.setdefault(near.weights[name].because, []).append(name)
+    return [f"{', '.join(names)}: {because}." for because, names in groups.items()]
 
 
 def _differences(changed: Changed, then: str) -> object:

@@ -19,6 +19,7 @@ from compilecache.explaining import Search
 from compilecache.fingerprint import Fingerprint
 from compilecache.shapes import CompileTarget, EngineName, ShapePlan
 from compilecache.store import ArtifactStore
+from compilecache.weights import weight
 
 MINE = """
 import os
@@ -150,10 +151,63 @@ def test_the_nearest_fingerprint(fresh: Template, programs: Place) -> None:
     assert (near["digest"], near["targets"]) == (published, 2)
     assert next(iter(near["changed"])) == "env.TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"
     assert near["changed"]["env.TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"] == ["absent", "1"]
+    weights = near["weights"]
+    assert set(weights) == set(near["changed"])
+    assert weights["env.TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"]["matters"]
     people = fresh.command("explain", *programs.words, env=env)
-    assert_readable(people, published[:12], "It differs in", "env.TORCH", "'compilecache warm'")
+    assert_readable(
+        people, published[:12], "It differs in", "Known to matter", "env.TORCH",
+        "which are in every key.", "'compilecache warm'",
+    )  # fmt: skip
+    assert "Only caution" not in people.out
     other = fresh.command("explain", *programs.words, "--engine", "trace", "--json").json
     assert other["nearest"]["changed"] == {"engine": ["program", "absent"]}
+
+
+def test_what_is_only_caution(fresh: Template, programs: Place) -> None:
+    """Two kinds of difference, apart: what enters torch's keys, and what does not."""
+    mine = fresh.command("fingerprint", *programs.words[:3], "--engine", "program", "--json").json
+    there = {**mine["components"], "python": "cpython 3.0", "torch": "1.0", "env.TRITON_X": "1"}
+    mark = Fingerprint(there)
+    shutil.rmtree(programs.root)
+    shutil.rmtree(programs.store)
+    ArtifactStore.open(programs.store).put_fingerprint(mark.digest, mark.dump())
+    people = fresh.command("explain", *programs.words)
+    assert people.code == 3, people.err
+    heavy, _, light = people.out.partition("Only caution")
+    assert "Known to matter" in heavy and "torch: Its version" in heavy
+    assert "cpython 3.0" in light and "env.TRITON_X" in light
+    assert_readable(people, "It differs in 3 components")
+
+
+@pytest.mark.parametrize(
+    ("component", "on_gpu", "on_cpu"),
+    [
+        ("torch", True, True),
+        ("inductor.max_autotune", True, True),
+        ("env.TORCHINDUCTOR_MAX_AUTOTUNE", True, True),
+        ("triton", True, False),
+        ("gpu", True, False),
+        ("cpu.flags", False, True),
+        ("driver", False, False),
+        ("source.my_model", False, False),
+        ("workload", False, False),
+        ("what.nobody.knows", False, False),
+    ],
+)
+def test_weights(component: str, on_gpu: bool, on_cpu: bool) -> None:
+    """What enters torch's own keys, by the kind of device; each says why."""
+    found = weight(component, "cuda"), weight(component, "cpu")
+    assert tuple(one.matters for one in found) == (on_gpu, on_cpu)
+    assert all(one.because for one in found)
+
+
+def test_every_component_has_a_weight(fresh: Template, programs: Place) -> None:
+    """None is unknown."""
+    mine = fresh.command("fingerprint", *programs.words[:3], "--json").json
+    unknown = weight("what.nobody.knows", "cpu")
+    names = [*mine["components"], "gpu", "driver", "engine", "env.X", "inductor.x", "source.x"]
+    assert not [name for name in names if weight(name, "cpu") == unknown]
 
 
 def test_a_shape_that_is_new(fresh: Template, programs: Place) -> None:
