@@ -227,7 +227,15 @@ class Exchange:
             if self.store is None:
                 return record
             self.store.put_fingerprint(self.mark.digest, self.mark.dump())
-            stored = self.store.publish(record, pack)
+            try:
+                stored = self.store.publish(record, pack)
+            except ChecksumMismatch:
+                # Packs that it leans on were collected since this store was looked at.
+                self._held.clear()
+                record, pack = self._record(target, files, evidence, facts, folder / "whole")
+                self._keep(record, published=False)
+                stored = self.store.publish(record, pack)
+            self.store.put_fingerprint(self.mark.digest, self.mark.dump())
         self._keep(stored, published=True)
         self._hold([stored])
         return stored

@@ -5,6 +5,7 @@ Layout below the root::
     v1/<fingerprint>/fingerprint.json
                     /artifacts/<key>/<generation>.json    written last
                     /packs/<sha256>.tar.zst
+                    /sweeps/<token>, /renewed/<hour>      see ``sweeps.py``
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from compilecache.errors import (
 from compilecache.pack import broken_packs, sha256_of, unpack
 from compilecache.reader import Reader
 from compilecache.storage import Option, Storage, open_storage
+from compilecache.sweeps import renew, wait_for_sweeps
 
 VERSION = "v1"
 BUDGET_SECONDS = 120.0
@@ -38,6 +40,8 @@ READ_BACK_BYTES = 64 << 20
 SPARE_BYTES = 4 << 30
 """A pack may hold so many bytes of files that are not wanted before it is refused."""
 GENERATIONS_TRIED = 64
+PUBLISHED_AGAIN = 3
+"""A publisher whose objects were collected while it published tries as often."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DIGEST = re.compile(r"[0-9a-f]{8,128}")
@@ -149,13 +153,41 @@ class ArtifactStore:
 
         Returns the record that is in the store now: this one, or somebody else's of the same content.
         A pack that is there is checked and not sent again; a damaged one is replaced by the good one.
-        Raises ChecksumMismatch when ``pack`` is not what the record says.
+        Raises ChecksumMismatch when ``pack`` is not what the record says, or when the store does not
+        have the packs of others that the record leans on (any more): pack all its files then.
         """
-        if record.pack is not None:
-            if pack is None:
-                raise ValueError("a record with a pack needs the file of that pack")
-            self._send(record.fingerprint, record.pack, pack)
-        return self._add(record)
+        if record.pack is not None and pack is None:
+            raise ValueError("a record with a pack needs the file of that pack")
+        for _ in range(PUBLISHED_AGAIN):
+            if record.pack is not None and pack is not None:
+                self._send(record.fingerprint, record.pack, pack)
+            self._refuse_missing_packs(record)
+            stored = self._add(record)
+            # A sweep that began before the record was there may not know of it; one that begins
+            # now does. So: wait for those, then see what they left.
+            wait_for_sweeps(self._storage, self.call, _folder(record.fingerprint))
+            if self._is_whole(stored):
+                return stored
+        self._refuse_missing_packs(record)
+        raise StoreUnavailable(
+            f"store '{self.url}' loses the record of {record.key} again and again",
+            next_step="End the 'compilecache gc' that runs there, then publish again",
+        )
+
+    def _refuse_missing_packs(self, record: Record) -> None:
+        missing = self._missing_packs(record)
+        if missing:
+            raise broken_packs(f"pack {sha256[:12]}: missing" for sha256 in sorted(missing))
+
+    def _missing_packs(self, record: Record) -> set[str]:
+        folder = f"{_folder(record.fingerprint)}/packs"
+        there = self._call("listing packs", lambda: self._storage.walk(folder))
+        return {e.pack for e in record.files if f"{e.pack}.tar.zst" not in there}
+
+    def _is_whole(self, record: Record) -> bool:
+        name = _record_name(record)
+        there = self._call("record lookup", lambda: self._storage.size(name)) is not None
+        return there and not self._missing_packs(record)
 
     def _send(self, fingerprint: str, info: PackInfo, pack: Path) -> None:
         if not _is_pack(pack, info):
@@ -185,9 +217,12 @@ class ArtifactStore:
             return False
 
     def _add(self, record: Record) -> Record:
-        for generation in range(record.generation, record.generation + GENERATIONS_TRIED):
+        highest = max(self._generations(record.fingerprint, [record.key]).get(record.key, [0]))
+        for generation in range(
+            record.generation, max(record.generation, highest) + GENERATIONS_TRIED
+        ):
             candidate = record.model_copy(update={"generation": generation})
-            stored = self._settle(candidate)
+            stored = self._settle(candidate, may_write=generation > highest)
             if stored is not None:
                 return stored
         raise StoreUnavailable(
@@ -196,11 +231,16 @@ class ArtifactStore:
             next_step="Check that the address is a store and not some other server",
         )
 
-    def _settle(self, record: Record) -> Record | None:
-        """What is stored at this generation when its content is the record's; None otherwise."""
+    def _settle(self, record: Record, *, may_write: bool) -> Record | None:
+        """What is stored at this generation when its content is the record's; None otherwise.
+
+        A generation that is absent below the highest was superseded and collected: it stays so.
+        """
         name = _record_name(record)
         data = self._read(name)
-        if data is None:
+        if data is not None:
+            renew(self._storage, self.call, _folder(record.fingerprint))
+        elif may_write:
             written = record.dump()
             self._call(f"record {record.key}", lambda: self._storage.create(name, written))
             # s3fs#973: some stores ignore "only if absent"; what counts is what can be read back.
@@ -315,6 +355,15 @@ class ArtifactStore:
             return self._call(f"reading '{name}'", lambda: self._storage.read(name, RECORD_BYTES))
         except FileNotFoundError:
             return None
+
+    def call(self, what: str, act: Callable[[], T]) -> T:
+        """The result of one call to the storage, with the store's patience; for gc and fsck."""
+        return self._budget.call(what, act)
+
+    @property
+    def storage(self) -> Storage:
+        """What it lies on; for gc and fsck."""
+        return self._storage
 
     def _call(self, what: str, act: Callable[[], T]) -> T:
         return self._budget.call(what, act)
