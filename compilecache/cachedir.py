@@ -97,6 +97,18 @@ class CacheDir:
                 path=self.root,
             )
 
+    def prepare_to_clean(self) -> bool:
+        """Checks a root that is there, full or not; False when there is none.
+
+        Raises UnsafePath or UntrustedArtifact.
+        """
+        if not self.root.is_dir():
+            return False
+        with self._explaining():
+            self._own.mkdir(exist_ok=True, mode=0o700)
+        self._refuse_foreign_owner()
+        return True
+
     def _refuse_foreign_owner(self) -> None:
         for path in (self.root, self._own):
             status = path.stat()
@@ -193,7 +205,8 @@ class CacheDir:
                     ) from None
                 waiting(str(holder))
         try:
-            self.say(doing)
+            with contextlib.suppress(UnsafePath):  # a full disk is no reason not to clean it
+                self.say(doing)
             yield
         finally:
             (self._own / "holder.json").unlink(missing_ok=True)
@@ -251,6 +264,17 @@ class CacheDir:
                 file.write(record.dump())
             if published:
                 marker.unlink(missing_ok=True)
+
+    def touch_record(self, record: Record) -> bool:
+        """Notes that the record is in use; False when it was let go meanwhile."""
+        path = self._own / "records" / record.fingerprint / f"{record.key}.json"
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        except OSError:  # a root that is read-only: nobody lets anything go there
+            return True
+        return True
 
     def unpublished(self, fingerprint: str) -> set[str]:
         """Keys of records that no store has taken yet."""

@@ -85,6 +85,8 @@ class Exchange:
         for key, record in self.cache.records(self.mark.digest).items():
             if key not in self.missing and key not in self._lacking():
                 continue
+            if not self.cache.touch_record(record):
+                continue
             faults = self.cache.damaged(record.files)
             if not faults:
                 self.complete[key] = record

@@ -7,6 +7,7 @@ youngest record is oldest. How it is done while others publish: ``sweeps.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -88,11 +89,8 @@ def untouchable(holding: Holding, now: float, rule: Retention) -> str | None:
 def may_go_whole(holding: Holding, now: float, rule: Retention) -> bool:
     """Whether a fingerprint is old enough, unclaimed, and nobody asked to keep it."""
     asked = holding.fingerprint.startswith(rule.keep) if rule.keep else False
-    return not asked and untouchable(holding, now, rule) is None and _is_old(holding, now, rule)
-
-
-def _is_old(holding: Holding, now: float, rule: Retention) -> bool:
-    return holding.touched() <= now - rule.grace
+    old = holding.touched() <= now - rule.grace
+    return old and not asked and untouchable(holding, now, rule) is None
 
 
 def choose(holdings: Iterable[Holding], now: float, rule: Retention) -> dict[str, Why]:
@@ -133,12 +131,14 @@ class Collector:
     def __init__(self, store: ArtifactStore, rule: Retention) -> None:
         self._store, self._rule = store, rule
         self._surveyor = Surveyor(store)
+        self._touched: dict[str, float] = {}
 
     def plan(self, now: float) -> Collection:
         """What would go. Raises StoreUnavailable."""
         holdings = [self._surveyor.look(digest) for digest in self._store.fingerprints()]
         whole = choose(holdings, now, self._rule)
         done = Collection(self._store.url, len(holdings), sum(h.bytes for h in holdings))
+        self._touched = {holding.fingerprint: holding.touched() for holding in holdings}
         for holding in holdings:
             why = whole.get(holding.fingerprint, "superseded")
             names = (
@@ -170,22 +170,21 @@ class Collector:
             if gone.records or gone.packs or gone.bytes:
                 done.collected.append(gone)
         for name in self._half_uploads(now):
-            self._store.call("dropping", lambda n=name: self._store.storage.drop_half_upload(n))
+            self._drop(name)
             done.half_uploads += 1
         return done
 
+    def _drop(self, name: str) -> None:
+        self._store.call("dropping", lambda: self._store.storage.drop_half_upload(name))
+
     def _sweep(self, part: Collected) -> Collected:
         gone: dict[str, Stored] = {}
-        left = True
         while True:
             folder = f"{VERSION}/{part.fingerprint}"
-            try:
-                with Sweep(self._store.storage, self._store.call, folder) as sweep:
-                    left = _Turn(self._surveyor, sweep, part, self._rule, gone).run()
-                break
-            except SweepExpired:
-                continue
-        return _collected(part.fingerprint, part.why, gone, not left)
+            with suppress(SweepExpired), Sweep(self._store.storage, self._store.call, folder) as s:
+                turn = _Turn(self._surveyor, s, part, self._rule, gone)
+                left = turn.run(self._touched[part.fingerprint])
+                return _collected(part.fingerprint, part.why, gone, not left)
 
     def _half_uploads(self, now: float) -> list[str]:
         try:
@@ -209,31 +208,38 @@ class _Turn:
         self._surveyor, self._sweep, self._rule, self._gone = surveyor, sweep, rule, gone
         self._part = part
 
-    def run(self) -> bool:
-        """Records, then packs that none of those left names, then the rest. Whether anything stays."""
+    def run(self, touched: float) -> bool:
+        """Records, then packs that none of those left names, then the rest. Whether anything stays.
+
+        ``touched``: when the youngest object was written that the plan knew.
+        """
         now, holding = self._sweep.now, self._look()
-        old = [*spare(holding, now, self._rule)]
-        if self._part.whole and may_go_whole(holding, now, self._rule):
-            old = [name for name in holding.objects if name.startswith("artifacts/")]
-        records = sorted((n for n in old if n.startswith("artifacts/")), key=order)
+        old = spare(holding, now, self._rule)
+        if self._part.whole and self._unchanged(holding, touched):
+            old = list(holding.objects)
+        records = [name for name in old if name.startswith("artifacts/")]
         self._delete(holding, records)
         holding = self._look()
         if untouchable(holding, now, self._rule) is not None:
             return True
         self._delete(holding, holding.free_packs(now, self._rule.grace))
-        if not self._part.whole or holding.records or holding.unreadable:
+        if holding.records or holding.unreadable or not self._part.whole:
             return True
-        if not _is_old(holding, now, self._rule):
+        if not self._unchanged(holding, touched):
             return True
-        rest = [name for name in holding.objects if not name.startswith(("packs/", f"{SWEEPS}/"))]
-        self._delete(holding, sorted(rest, key=order))
+        live = {name for name in holding.objects if name.startswith(f"{SWEEPS}/")}
+        self._delete(holding, set(holding.objects) - live - self._gone.keys())
         return False
+
+    def _unchanged(self, holding: Holding, touched: float) -> bool:
+        """Whether nobody has published or claimed since, and the fingerprint may go."""
+        return holding.touched() <= touched and may_go_whole(holding, self._sweep.now, self._rule)
 
     def _look(self) -> Holding:
         return self._surveyor.look(self._part.fingerprint)
 
     def _delete(self, holding: Holding, names: Iterable[str]) -> None:
-        for name in names:
+        for name in sorted(names, key=order):
             self._sweep.delete(name)
             self._gone[name] = holding.objects[name]
 

@@ -175,7 +175,8 @@ class ArtifactStore:
         )
 
     def _refuse_missing_packs(self, record: Record) -> None:
-        missing = self._missing_packs(record)
+        own = {record.pack.sha256} if record.pack else set()
+        missing = self._missing_packs(record) - own
         if missing:
             raise broken_packs(f"pack {sha256[:12]}: missing" for sha256 in sorted(missing))
 
@@ -238,9 +239,8 @@ class ArtifactStore:
         """
         name = _record_name(record)
         data = self._read(name)
-        if data is not None:
-            renew(self._storage, self.call, _folder(record.fingerprint))
-        elif may_write:
+        was_there = data is not None
+        if data is None and may_write:
             written = record.dump()
             self._call(f"record {record.key}", lambda: self._storage.create(name, written))
             # s3fs#973: some stores ignore "only if absent"; what counts is what can be read back.
@@ -249,7 +249,11 @@ class ArtifactStore:
             stored = Record.parse(data or b"")
         except (ChecksumMismatch, UnsafePath):
             return None
-        return stored if stored.same_content(record) else None
+        if not stored.same_content(record):
+            return None
+        if was_there:
+            renew(self._storage, self.call, _folder(record.fingerprint))
+        return stored
 
     # -- reading ------------------------------------------------------------------------------
 

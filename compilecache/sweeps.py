@@ -81,14 +81,18 @@ class Sweep:
     def __enter__(self) -> Sweep:
         self._until = time.monotonic() + SWEEP_SECONDS
         self._call("marking a sweep", lambda: self._storage.create(self._name, b"\n"))
-        found = self._call("reading the mark", lambda: self._storage.survey(self._folder))
-        stored = found.get(self._name.removeprefix(f"{self._folder}/"))
+        folder, _, own = self._name.rpartition("/")
+        found = self._call("reading the mark", lambda: self._storage.survey(folder))
+        stored = found.get(own)
         if stored is None:
             raise StoreUnavailable(
                 f"store '{self._storage.url}' does not list an object that was just written",
                 next_step="Collect from a store that lists what it holds; nothing was deleted",
             )
         self.now = stored.modified
+        for name, other in found.items():
+            if other.modified < self.now - 24 * FORGOTTEN_SECONDS:
+                self.delete(f"{FOLDER}/{name}")
         return self
 
     def delete(self, name: str) -> None:

@@ -22,7 +22,9 @@ from compilecache.errors import (
     UntrustedArtifact,
 )
 
-COMMANDS = ("plan", "fingerprint", "warm", "restore", "verify", "explain", "publish", "ls")
+COMMANDS = (
+    "plan", "fingerprint", "warm", "restore", "verify", "explain", "publish", "ls", "gc", "fsck"
+)  # fmt: skip
 
 DONE, FAULT, USAGE, NOT_WARM, DAMAGED, TIMED_OUT = range(6)
 """Exit codes."""
