@@ -24,7 +24,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from compilecache.artifact import FileEntry, Record, check_files
+from compilecache.artifact import FileEntry, Record, check_files, hash_files
 from compilecache.contents import SETTLED, is_tuning
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
 from compilecache.files import replacing
@@ -283,10 +283,14 @@ class CacheDir:
 
     def damaged(self, entries: Iterable[FileEntry]) -> tuple[str, ...]:
         """Faults of files that should be here: missing, or other bytes than recorded."""
-        fixed = [entry for entry in entries if not self._settled(entry.path)]
+        fixed = [entry for entry in entries if not self.may_change(entry.path)]
         return check_files(self.root, fixed)
 
-    def _settled(self, path: str) -> bool:
+    def measured(self, paths: Iterable[str]) -> dict[str, tuple[int, str]]:
+        """Size and digest of those of these files that may differ from their record."""
+        return hash_files(self.root, [path for path in paths if self.may_change(path)])
+
+    def may_change(self, path: str) -> bool:
         """Whether a file that is here may have other content than recorded."""
         return bool(SETTLED.match(path)) and is_tuning(self.root / path)
 
@@ -345,7 +349,7 @@ class CacheDir:
         faults = tuple(
             f"'{self.root / entry.path}' differs from '{entry.path}' of the store"
             for entry in present
-            if not self._settled(entry.path) and check_files(self.root, [entry])
+            if not self.may_change(entry.path) and check_files(self.root, [entry])
         )
         if faults:
             raise ChecksumMismatch(

@@ -30,6 +30,8 @@ LEVEL = 3
 BLOCK_BYTES = 256 << 10
 _RECORD = tarfile.BLOCKSIZE
 _NAME_LIMIT = 8192
+_SKIPPED = (0x184D2A50).to_bytes(4, "little")
+"""Begins a skippable frame (RFC 8878, 3.1.2): every reader of zstd passes over it."""
 
 
 class Readable(Protocol):
@@ -39,8 +41,11 @@ class Readable(Protocol):
         """At most ``size`` bytes, none at the end."""
 
 
-def write_pack(root: Path, paths: Iterable[str], out: Path) -> PackInfo:
+def write_pack(root: Path, paths: Iterable[str], out: Path, *, mark: bytes = b"") -> PackInfo:
     """Packs files below ``root`` into ``out``; equal files give equal bytes, wherever and whenever.
+
+    ``mark``: bytes that are added and mean nothing, so that the pack gets another name where the one
+    of its plain name is damaged.
 
     Raises UnsafePath for links and names that would leave the root, ChecksumMismatch for a file that
     changes meanwhile, OSError.
@@ -52,7 +57,7 @@ def write_pack(root: Path, paths: Iterable[str], out: Path) -> PackInfo:
         for name in names:
             with tree.open(name) as (descriptor, size):
                 writer.add(name, descriptor, size)
-        sha256, packed = writer.close()
+        sha256, packed = writer.close(mark)
     return PackInfo(sha256=sha256, size=packed, files=len(names))
 
 
@@ -81,9 +86,11 @@ class _Writer:
             )
         self._put(bytes(-size % _RECORD))
 
-    def close(self) -> tuple[str, int]:
+    def close(self, mark: bytes) -> tuple[str, int]:
         self._put(bytes(2 * _RECORD))
         self._write(self._zstd.flush())
+        if mark:
+            self._write(_SKIPPED + len(mark).to_bytes(4, "little") + mark)
         return self._sha256.hexdigest(), self._size
 
     def _put(self, data: bytes) -> None:

@@ -285,7 +285,8 @@ class _Look:
     def _take(self, kind: Kind, what: str, names: list[str]) -> None:
         if not names:
             return
-        files = {name: self._files.pop(name, None) or self._damaged.pop(name) for name in names}
+        known = self._damaged if kind == "damaged" else self._files
+        files = {name: known.pop(name) for name in names}
         # Entries first: an entry that points to nothing makes torch compile where it says "hit".
         order = sorted(files, key=lambda name: (not name.startswith(ENTRIES_LAST), name))
         for name in order if self._for_real else ():

@@ -218,7 +218,7 @@ class ArtifactStore:
             return False
 
     def _add(self, record: Record) -> Record:
-        highest = max(self._generations(record.fingerprint, [record.key]).get(record.key, [0]))
+        highest = self.highest_generation(record.fingerprint, record.key)
         for generation in range(
             record.generation, max(record.generation, highest) + GENERATIONS_TRIED
         ):
@@ -273,6 +273,10 @@ class ArtifactStore:
     def keys(self, fingerprint: str) -> frozenset[str]:
         """Keys of everything published for a fingerprint, from one listing."""
         return frozenset(self._generations(fingerprint, None))
+
+    def highest_generation(self, fingerprint: str, key: str) -> int:
+        """Of a target's records, readable or not; 0 when there are none."""
+        return max(self._generations(fingerprint, [key]).get(key, [0]))
 
     def entries(self, fingerprint: str) -> tuple[StoreEntry, ...]:
         """What ``ls`` shows: a line for each published target."""

@@ -20,26 +20,19 @@ ROOT_BYTES = 20 * 10**9
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-class Size(click.ParamType):
-    """Bytes, or with a unit: 500MB, 1.5TB."""
-
-    name = "size"
-
-    def convert(
-        self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        """The number of bytes."""
-        if isinstance(value, int):
-            return value
-        digits = value.strip().rstrip("kKmMgGtTbB").strip()
-        unit = value.strip()[len(digits) :].strip().upper()
-        try:
-            size = float(digits) * UNITS[unit]
-        except (KeyError, ValueError):
-            self.fail(f"'{value}' is no size: write 500MB, 20GB or a number of bytes", param, ctx)
-        if not 0 <= size < 2**63:
-            self.fail(f"'{value}' is no size that a disk can have", param, ctx)
-        return int(size)
+def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    """Bytes, of a number with or without a unit: 500MB, 1.5TB."""
+    if value is None:
+        return None
+    digits = value.strip().rstrip("kKmMgGtTbB").strip()
+    unit = value.strip()[len(digits) :].strip().upper()
+    try:
+        size = float(digits) * UNITS[unit]
+    except (KeyError, ValueError):
+        size = -1.0
+    if not 0 <= size < 2**63:
+        raise click.BadParameter(f"'{value}' is no size: write 500MB, 20GB or a number of bytes")
+    return int(size)
 
 
 @click.command(epilog="Examples: compilecache gc; compilecache gc --store s3://bucket/cache --yes")
@@ -54,7 +47,7 @@ class Size(click.ParamType):
 )
 @click.option(
     "--keep-bytes",
-    type=Size(),
+    callback=_size,
     metavar="SIZE",
     help="Most bytes that stay: 500MB, 1TB.  [default: 100GB in a store, 20GB in a root]",
 )

@@ -192,8 +192,8 @@ def print_table(
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=False)
-    console.print(title, markup=False)
+    console = Console(highlight=False)
+    click.echo(title)
     if not rows:
         return
     table = Table(box=None)
