@@ -181,7 +181,7 @@ def _print(done: Inspection) -> None:
 def _next_step(done: Inspection) -> str:
     if done.packs or not done.files:
         return (
-            "Run 'compilecache fsck PLAN --repair' where a complete cache root is, or warm and publish "
-            "the targets again."
+            "Run 'compilecache fsck PLAN --repair' where a complete cache root is, or warm\n"
+            "and publish the targets again."
         )
-    return "Run 'compilecache restore' or 'compilecache warm' with the plan: they mend what is damaged."
+    return "Run 'compilecache restore' or 'compilecache warm' with the plan: they mend what\nis damaged."
