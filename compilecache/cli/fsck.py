@@ -72,11 +72,11 @@ def fsck(
 
     sides = common.chosen_sides(local, remote, store, root)
     opened = common.open_store(store)
-    cache = CacheDir(root)
+    cache = CacheDir(root) if sides.local or repair else None
     if sides.remote and opened is None:
         raise click.UsageError("--store none holds nothing to check")
     repaired: dict[str, list[str]] = {}
-    if repair:
+    if repair and cache is not None:
         plan = (
             None if plan_file is None else common.load_plan(plan_file, workload, settings, engine)
         )
@@ -101,7 +101,7 @@ def fsck(
 def _inspect(
     sides: common.Sides,
     store: ArtifactStore | None,
-    cache: CacheDir,
+    cache: CacheDir | None,
     deep: bool,
     grace_hours: float,
 ) -> dict[str, Inspection]:
@@ -112,7 +112,7 @@ def _inspect(
     grace = grace_hours * 3600
     if sides.remote and store is not None:
         done["store"] = inspect_store(store, deep=deep, grace=grace, tell=common.tell)
-    if sides.local:
+    if sides.local and cache is not None:
         done["root"] = inspect_root(cache, deep=deep, grace=grace)
     return done
 
