@@ -23,7 +23,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from compilecache.artifact import FileEntry, Record, check_files
+from compilecache.artifact import FileEntry, Record, check_files, hash_files
 from compilecache.contents import SETTLED, is_tuning
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath
 from compilecache.files import make_private, replacing
@@ -105,6 +105,18 @@ class CacheDir:
                 next_step="Choose a local disk with --root, or insist with --allow-network-root",
                 path=self.root,
             )
+
+    def prepare_to_clean(self) -> bool:
+        """Checks a root that is there, full or not; False when there is none.
+
+        Raises UnsafePath or UntrustedArtifact.
+        """
+        if not self.root.is_dir():
+            return False
+        with self._explaining():
+            self._own.mkdir(exist_ok=True, mode=0o700)
+        self.refuse_foreign_owner()
+        return True
 
     def refuse_foreign_owner(self) -> None:
         """Raises UntrustedArtifact for a root that somebody else can write, or replace."""
@@ -211,7 +223,8 @@ class CacheDir:
                     ) from None
                 waiting(str(holder))
         try:
-            self.say(doing)
+            with contextlib.suppress(UnsafePath):  # a full disk is no reason not to clean it
+                self.say(doing)
             yield
         finally:
             (self._own / "holder.json").unlink(missing_ok=True)
@@ -270,6 +283,17 @@ class CacheDir:
             if published:
                 marker.unlink(missing_ok=True)
 
+    def touch_record(self, record: Record) -> bool:
+        """Notes that the record is in use; False when it was let go meanwhile."""
+        path = self._own / "records" / record.fingerprint / f"{record.key}.json"
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        except OSError:  # a root that is read-only: nobody lets anything go there
+            return True
+        return True
+
     def unpublished(self, fingerprint: str) -> set[str]:
         """Keys of records that no store has taken yet."""
         folder = self._own / "records" / fingerprint
@@ -277,10 +301,14 @@ class CacheDir:
 
     def damaged(self, entries: Iterable[FileEntry]) -> tuple[str, ...]:
         """Faults of files that should be here: missing, or other bytes than recorded."""
-        fixed = [entry for entry in entries if not self._settled(entry.path)]
+        fixed = [entry for entry in entries if not self.may_change(entry.path)]
         return check_files(self.root, fixed)
 
-    def _settled(self, path: str) -> bool:
+    def measured(self, paths: Iterable[str]) -> dict[str, tuple[int, str]]:
+        """Size and digest of those of these files that may differ from their record."""
+        return hash_files(self.root, [path for path in paths if self.may_change(path)])
+
+    def may_change(self, path: str) -> bool:
         """Whether a file that is here may have other content than recorded."""
         return bool(SETTLED.match(path)) and is_tuning(self.root / path)
 
@@ -339,7 +367,7 @@ class CacheDir:
         faults = tuple(
             f"'{self.root / entry.path}' differs from '{entry.path}' of the store"
             for entry in present
-            if not self._settled(entry.path) and check_files(self.root, [entry])
+            if not self.may_change(entry.path) and check_files(self.root, [entry])
         )
         if faults:
             raise ChecksumMismatch(

@@ -34,6 +34,10 @@ class Calls:
         except FileNotFoundError:
             return None
 
+    def size(self, what: str, name: str) -> int | None:
+        """Bytes of an object; None when it is absent."""
+        return self.call(what, lambda: self.storage.size(name))
+
     def create(self, what: str, name: str, data: bytes) -> None:
         """Writes a small object unless it is there. What counts is what can be read back."""
         self.call(what, lambda: self.storage.create(name, data))

@@ -97,6 +97,8 @@ class Exchange:
         for key, record in self.cache.records(self.mark.digest).items():
             if key not in self.missing and key not in self._lacking():
                 continue
+            if not self.cache.touch_record(record):
+                continue
             faults = self.cache.damaged(record.files)
             if not faults:
                 self.complete[key] = record
@@ -238,7 +240,15 @@ class Exchange:
             if self.store is None:
                 return record
             self.store.put_fingerprint(self.mark.digest, described(self.mark))
-            stored = self.store.publish(record, pack)
+            try:
+                stored = self.store.publish(record, pack)
+            except ChecksumMismatch:
+                # Packs that it leans on were collected since this store was looked at.
+                self._held.clear()
+                record, pack = self._record(target, files, evidence, facts, folder / "whole")
+                self._keep(record, published=False)
+                stored = self.store.publish(record, pack)
+            self.store.put_fingerprint(self.mark.digest, described(self.mark))
         self._keep(stored, published=True)
         self._hold([stored])
         return stored

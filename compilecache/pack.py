@@ -34,6 +34,8 @@ FREE_BYTES = 64 << 20
 """So much may be unpacked of any pack, however well it compresses."""
 _RECORD = tarfile.BLOCKSIZE
 _NAME_LIMIT = 8192
+_SKIPPED = (0x184D2A50).to_bytes(4, "little")
+"""Begins a skippable frame (RFC 8878, 3.1.2): every reader of zstd passes over it."""
 
 
 class Readable(Protocol):
@@ -43,8 +45,11 @@ class Readable(Protocol):
         """At most ``size`` bytes, none at the end."""
 
 
-def write_pack(root: Path, paths: Iterable[str], out: Path) -> PackInfo:
+def write_pack(root: Path, paths: Iterable[str], out: Path, *, mark: bytes = b"") -> PackInfo:
     """Packs files below ``root`` into ``out``; equal files give equal bytes, wherever and whenever.
+
+    ``mark``: bytes that are added and mean nothing, so that the pack gets another name where the one
+    of its plain name is damaged.
 
     Raises UnsafePath for links and names that would leave the root, ChecksumMismatch for a file that
     changes meanwhile, CompileCacheError for what nobody would unpack, OSError.
@@ -58,7 +63,7 @@ def write_pack(root: Path, paths: Iterable[str], out: Path) -> PackInfo:
         for name in names:
             with tree.open(name) as (descriptor, size):
                 writer.add(name, descriptor, size)
-        sha256, packed = writer.close()
+        sha256, packed = writer.close(mark)
         if writer.inflated > _most_inflated(packed):
             raise _too_much(f"{writer.inflated} bytes that compress to {packed}")
     return PackInfo(sha256=sha256, size=packed, files=len(names))
@@ -91,9 +96,11 @@ class _Writer:
             )
         self._put(bytes(-size % _RECORD))
 
-    def close(self) -> tuple[str, int]:
+    def close(self, mark: bytes) -> tuple[str, int]:
         self._put(bytes(2 * _RECORD))
         self._write(self._zstd.flush())
+        if mark:
+            self._write(_SKIPPED + len(mark).to_bytes(4, "little") + mark)
         return self._sha256.hexdigest(), self._size
 
     def _put(self, data: bytes) -> None:

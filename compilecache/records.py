@@ -27,6 +27,7 @@ from compilecache.signing import (
     signature_name,
     signature_of,
 )
+from compilecache.sweeps import renew
 
 VERSION = "v1"
 DIGEST = re.compile(r"[0-9a-f]{8,128}")
@@ -139,6 +140,14 @@ class Records:
         """Keys of all targets that have a record, signed or not, from one listing."""
         return frozenset(self._listed(fingerprint, None))
 
+    def highest(self, fingerprint: str, key: str) -> int:
+        """The highest generation of a target of which there is a record, readable or not, or a
+        signature that outlived its record; 0 when there is none."""
+        files = self._calls.walk(f"{folder_of(fingerprint)}/artifacts/{key}")
+        found = [int(match[1]) for match in map(_GENERATION.fullmatch, files) if match]
+        found += [signature[0] for signature in map(signature_of, files) if signature]
+        return max(found, default=0)
+
     def _listed(self, fingerprint: str, keys: Collection[str] | None) -> dict[str, _Listed]:
         """By key: what there is of those targets that have a record."""
         found: dict[str, _Listed] = {}
@@ -170,9 +179,12 @@ class Records:
 
         Returns what is there now: this one, or somebody else's of the same content.
         """
-        for generation in range(record.generation, record.generation + GENERATIONS_TRIED):
+        highest = self.highest(record.fingerprint, record.key)
+        for generation in range(
+            record.generation, max(record.generation, highest) + GENERATIONS_TRIED
+        ):
             candidate = record.model_copy(update={"generation": generation})
-            stored = self._settle(candidate)
+            stored = self._settle(candidate, may_write=generation > highest)
             if stored is not None:
                 return stored
         raise StoreUnavailable(
@@ -181,14 +193,20 @@ class Records:
             next_step="Check that the address is a store and not some other server",
         )
 
-    def _settle(self, record: Record) -> Record | None:
-        """What is stored at this generation when its content is the record's; None otherwise."""
+    def _settle(self, record: Record, *, may_write: bool) -> Record | None:
+        """What is stored at this generation when its content is the record's; None otherwise.
+
+        A generation that is absent below the highest was superseded and collected: it stays so.
+        """
         name = _name((record.fingerprint, record.key, record.generation))
         data = self._calls.read(name)
-        if data is None:
+        was_there = data is not None
+        if data is None and may_write:
             self._calls.create(f"record {record.key}", name, record.dump())
             # s3fs#973: some stores ignore "only if absent"; what counts is what can be read back.
-            data = self._calls.read(name) or b""
+            data = self._calls.read(name)
+        if data is None:
+            return None
         try:
             stored = Record.parse(data)
         except (ChecksumMismatch, UnsafePath):
@@ -198,7 +216,16 @@ class Records:
         signer = self._keys.signer
         if signer is not None and self._sign(signer, _Found(stored, name, data)) is None:
             return None
+        if was_there:
+            renew(self._calls.storage, self._calls.call, folder_of(record.fingerprint))
         return stored
+
+    def holds(self, record: Record) -> bool:
+        """Whether a record that was added is there still, with the signature that was added to it."""
+        names = [_name((record.fingerprint, record.key, record.generation))]
+        if self._keys.signer is not None:
+            names.append(signature_name(names[0], self._keys.signer.public))
+        return all(self._calls.size("record lookup", name) is not None for name in names)
 
     def sign(self, signer: SignKey, fingerprint: str, *, unsigned: bool) -> Signed:
         """Adds a signature to the record in force of each target, if a trusted key signed it.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Literal, TypedDict, TypeVar
 
 import s3fs
 from botocore.exceptions import (  # type: ignore[import-untyped]
@@ -19,7 +20,7 @@ from botocore.exceptions import (  # type: ignore[import-untyped]
 )
 
 from compilecache.budget import RefusedError
-from compilecache.storage import Blob, Option
+from compilecache.storage import Blob, Option, Stored
 
 CONNECT_SECONDS = 5.0
 READ_SECONDS = 10.0
@@ -41,15 +42,20 @@ class _Answer(TypedDict, total=False):
     Contents: list[_Item]
     CommonPrefixes: list[_Item]
     IsTruncated: bool
-    LastModified: datetime
     Name: str
     NextContinuationToken: str
+    NextKeyMarker: str
+    NextUploadIdMarker: str
+    Uploads: list[_Item]
 
 
 class _Item(TypedDict, total=False):
     Key: str
     Size: int
     Prefix: str
+    LastModified: datetime
+    Initiated: datetime
+    UploadId: str
 
 
 class S3Storage:
@@ -114,10 +120,13 @@ class S3Storage:
             )
 
     def walk(self, folder: str) -> dict[str, int]:
+        return {name: stored.size for name, stored in self.survey(folder).items()}
+
+    def survey(self, folder: str) -> dict[str, Stored]:
         prefix = f"{self._prefix}{folder}/"
         pages = self._pages(Prefix=prefix)
         return {
-            item["Key"].removeprefix(prefix): item["Size"]
+            item["Key"].removeprefix(prefix): Stored(item["Size"], _moment(item, "LastModified"))
             for page in pages
             for item in page.get("Contents", ())
         }
@@ -131,13 +140,31 @@ class S3Storage:
             for item in page.get("CommonPrefixes", ())
         ]
 
-    def modified(self, name: str) -> float | None:
-        answer = self._call("head_object", Key=self._prefix + name)
-        written = answer.get("LastModified")
-        return written.timestamp() if written else None
+    def delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._call("delete_object", Key=self._prefix + name)
 
-    def remove(self, name: str) -> None:
-        self._call("delete_object", Key=self._prefix + name)
+    def half_uploads(self, folder: str) -> dict[str, Stored]:
+        query = {"Prefix": f"{self._prefix}{folder}/"}
+        pages = [self._call("list_multipart_uploads", **query)]
+        while pages[-1].get("IsTruncated"):
+            query["KeyMarker"] = pages[-1]["NextKeyMarker"]
+            query["UploadIdMarker"] = pages[-1]["NextUploadIdMarker"]
+            pages.append(self._call("list_multipart_uploads", **query))
+        # What its parts weigh would cost a call for each; it is not needed to drop them.
+        return {
+            f"{item['Key'].removeprefix(self._prefix)}?{item['UploadId']}": Stored(
+                0, _moment(item, "Initiated")
+            )
+            for page in pages
+            for item in page.get("Uploads", ())
+            if item["Key"].startswith(query["Prefix"])
+        }
+
+    def drop_half_upload(self, name: str) -> None:
+        key, _, number = name.rpartition("?")
+        with suppress(FileNotFoundError):
+            self._call("abort_multipart_upload", Key=self._prefix + key, UploadId=number)
 
     def _get(self, name: str, start: int, count: int, seconds: float) -> bytes:
         def act(files: s3fs.S3FileSystem) -> bytes:
@@ -194,6 +221,11 @@ class S3Storage:
                 )
                 self._files.retries = 1
             return self._files
+
+
+def _moment(item: _Item, field: Literal["LastModified", "Initiated"]) -> float:
+    """Seconds since the epoch; for a server that does not say, never: such things stay young."""
+    return item[field].timestamp() if field in item else math.inf
 
 
 class _S3Blob:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote
@@ -22,6 +22,16 @@ COPY_BYTES = 1 << 20
 
 Option = str | int | float | bool | None | Mapping[str, "Option"]
 """An option of an fsspec file system, as people write it in a configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One object, as a listing shows it."""
+
+    size: int
+    """In bytes."""
+    modified: float
+    """When it was written, by the storage's own clock: seconds since the epoch."""
 
 
 class Blob(Protocol):
@@ -65,15 +75,20 @@ class Storage(Protocol):
     def walk(self, folder: str) -> dict[str, int]:
         """Names, relative to the folder, and sizes of everything below it."""
 
+    def survey(self, folder: str) -> dict[str, Stored]:
+        """What ``walk`` finds, with sizes and times."""
+
     def folders(self, folder: str) -> list[str]:
         """Names of the folders directly in a folder."""
 
-    def modified(self, name: str) -> float | None:
-        """When an object was written by the storage's own clock, seconds since the epoch; None when
-        it does not say."""
+    def delete(self, name: str) -> None:
+        """Removes an object; one that is absent is removed already."""
 
-    def remove(self, name: str) -> None:
-        """Deletes an object that is of no use any more; one that is not there is no error."""
+    def half_uploads(self, folder: str) -> dict[str, Stored]:
+        """Uploads below a folder that began and did not end, by a name for ``drop_half_upload``."""
+
+    def drop_half_upload(self, name: str) -> None:
+        """Frees what such an upload has sent so far."""
 
 
 class _LocalBlob:
@@ -113,25 +128,32 @@ class LocalStorage:
         return _LocalBlob(self.root / name)
 
     def create(self, name: str, data: bytes) -> bool:
-        try:
+        def write() -> None:
             with creating(self._prepared(name)) as file:
                 file.write(data)
+
+        try:
+            _in_spite_of_pruning(write)
         except FileExistsError:
             return False
         return True
 
     def upload(self, name: str, source: Path, *, replace: bool) -> None:
         finishing = replacing if replace else creating
-        with (
-            suppress(FileExistsError),
-            source.open("rb") as content,
-            finishing(self._prepared(name)) as file,
-        ):
-            while block := content.read(COPY_BYTES):
-                file.write(block)
+
+        def copy() -> None:
+            with source.open("rb") as content, finishing(self._prepared(name)) as file:
+                while block := content.read(COPY_BYTES):
+                    file.write(block)
+
+        with suppress(FileExistsError):
+            _in_spite_of_pruning(copy)
 
     def walk(self, folder: str) -> dict[str, int]:
-        return dict(_walk(self.root / folder, ""))
+        return _sizes(self.survey(folder))
+
+    def survey(self, folder: str) -> dict[str, Stored]:
+        return {name: found for name, found in _walk(self.root / folder, "") if not _is_temp(name)}
 
     def folders(self, folder: str) -> list[str]:
         try:
@@ -140,11 +162,23 @@ class LocalStorage:
         except FileNotFoundError:
             return []
 
-    def modified(self, name: str) -> float | None:
-        return (self.root / name).stat().st_mtime
+    def delete(self, name: str) -> None:
+        path = self.root / name
+        path.unlink(missing_ok=True)
+        for folder in path.parents:
+            if folder == self.root:
+                break
+            try:
+                folder.rmdir()
+            except OSError:
+                break
 
-    def remove(self, name: str) -> None:
-        (self.root / name).unlink(missing_ok=True)
+    def half_uploads(self, folder: str) -> dict[str, Stored]:
+        found = _walk(self.root / folder, f"{folder}/")
+        return {name: stored for name, stored in found if _is_temp(name)}
+
+    def drop_half_upload(self, name: str) -> None:
+        self.delete(name)
 
     def _prepared(self, name: str) -> Path:
         path = self.root / name
@@ -152,7 +186,23 @@ class LocalStorage:
         return path
 
 
-def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
+def _in_spite_of_pruning(act: Callable[[], None]) -> None:
+    """Makes a file; again when ``delete`` took its folder, empty still, in between."""
+    for _ in range(8):
+        with suppress(FileNotFoundError):
+            return act()
+    return act()
+
+
+def _is_temp(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(TEMP_PREFIX)
+
+
+def _sizes(found: Mapping[str, Stored]) -> dict[str, int]:
+    return {name: stored.size for name, stored in found.items()}
+
+
+def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, Stored]]:
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -161,9 +211,10 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(folder / entry.name, f"{prefix}{entry.name}/")
-        elif not entry.name.startswith(TEMP_PREFIX):
+        else:
             with suppress(FileNotFoundError):
-                yield prefix + entry.name, entry.stat().st_size
+                status = entry.stat()
+                yield prefix + entry.name, Stored(status.st_size, status.st_mtime)
 
 
 class _MemoryBlob:
@@ -224,10 +275,17 @@ class MemoryStorage:
             self._files.pipe_file(self._path(name), data, mode=mode)
 
     def walk(self, folder: str) -> dict[str, int]:
+        return _sizes(self.survey(folder))
+
+    def survey(self, folder: str) -> dict[str, Stored]:
         root = self._path(folder) + "/"
         with self._lock:
-            found = self._files.find(root, detail=True)
-        return {name.removeprefix(root): info["size"] for name, info in found.items()}
+            return {
+                name.removeprefix(root): Stored(
+                    info["size"], self._files.modified(name).timestamp()
+                )
+                for name, info in self._files.find(root, detail=True).items()
+            }
 
     def folders(self, folder: str) -> list[str]:
         try:
@@ -237,14 +295,15 @@ class MemoryStorage:
             return []
         return [i["name"].rpartition("/")[2] for i in found if i["type"] == "directory"]
 
-    def modified(self, name: str) -> float | None:
-        with self._lock:
-            written: datetime = self._files.modified(self._path(name))
-        return written.timestamp()
-
-    def remove(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         with self._lock, suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
+
+    def half_uploads(self, folder: str) -> dict[str, Stored]:
+        return {}
+
+    def drop_half_upload(self, name: str) -> None:
+        """There are none."""
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

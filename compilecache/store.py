@@ -1,4 +1,4 @@
-"""The remote side: fingerprints, records and packs below one root, only ever added to.
+"""The remote side: fingerprints, records and packs below one root; only gc takes anything away.
 
 Layout below the root::
 
@@ -6,15 +6,16 @@ Layout below the root::
                     /packs/<sha256>.tar.zst
                     /artifacts/<key>/<generation>.json            written after its pack
                     /artifacts/<key>/<generation>.<key id>.sig    written after its record
+                    /sweeps/<token>, /renewed/<hour>              see ``sweeps.py``
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from compilecache.artifact import PackInfo, Record
 from compilecache.budget import Budget
@@ -25,12 +26,17 @@ from compilecache.reader import Reader
 from compilecache.records import DIGEST, VERSION, Records, Signed, StoreEntry, StoreView, folder_of
 from compilecache.signing import NOBODY, Keys, open_keys
 from compilecache.storage import Option, Storage, open_storage
+from compilecache.sweeps import wait_for_sweeps
 
 BUDGET_SECONDS = 120.0
 READ_BACK_BYTES = 64 << 20
 """Packs up to here are read back whole after an upload; of larger ones the size is compared."""
+PUBLISHED_AGAIN = 3
+"""A publisher whose objects were collected while it published tries as often."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+T = TypeVar("T")
 
 
 class ArtifactStore:
@@ -82,16 +88,21 @@ class ArtifactStore:
         return self._keys.signer is not None
 
     @property
+    def trusts(self) -> bool:
+        """Whether only records count that a trusted key signed."""
+        return bool(self._keys.trusted)
+
+    @property
     def publishes(self) -> bool:
         """False when only signed records count and there is no key to sign with."""
-        return self.signs or not self._keys.trusted
+        return self.signs or not self.trusts
 
     # -- fingerprints -------------------------------------------------------------------------
 
     def put_fingerprint(self, digest: str, text: str) -> None:
         """Publishes what a digest stands for, for ``explain``; the first text stays."""
         name = f"{folder_of(digest)}/fingerprint.json"
-        if self._size("fingerprint lookup", name) is None:
+        if self._calls.size("fingerprint lookup", name) is None:
             self._calls.create("fingerprint", name, text.encode())
 
     def get_fingerprint(self, digest: str) -> str | None:
@@ -112,8 +123,9 @@ class ArtifactStore:
 
         Returns the record that is in the store now: this one, or somebody else's of the same content.
         A pack that is there is checked and not sent again; a damaged one is replaced by the good one.
-        Raises ChecksumMismatch when ``pack`` is not what the record says, UntrustedArtifact when only
-        signed records count and there is no key to sign with.
+        Raises ChecksumMismatch when ``pack`` is not what the record says, or when the store does not
+        have the packs of others that the record leans on (any more): pack all its files then.
+        UntrustedArtifact when only signed records count and there is no key to sign with.
         """
         if not self.publishes:
             raise UntrustedArtifact(
@@ -121,11 +133,34 @@ class ArtifactStore:
                 "no key to sign with",
                 next_step="Let the job that has the key warm it, or name the key with --sign-key",
             )
-        if record.pack is not None:
-            if pack is None:
-                raise ValueError("a record with a pack needs the file of that pack")
-            self._send(record.fingerprint, record.pack, pack)
-        return self._records.add(record)
+        if record.pack is not None and pack is None:
+            raise ValueError("a record with a pack needs the file of that pack")
+        for _ in range(PUBLISHED_AGAIN):
+            if record.pack is not None and pack is not None:
+                self._send(record.fingerprint, record.pack, pack)
+            self._refuse_missing_packs(record)
+            stored = self._records.add(record)
+            # A sweep that began before the record was there may not know of it; one that begins
+            # now does. So: wait for those, then see what they left.
+            wait_for_sweeps(self.storage, self.call, folder_of(record.fingerprint))
+            if self._records.holds(stored) and not self._missing_packs(stored):
+                return stored
+        self._refuse_missing_packs(record)
+        raise StoreUnavailable(
+            f"store '{self.url}' loses the record of {record.key} again and again",
+            next_step="End the 'compilecache gc' that runs there, then publish again",
+        )
+
+    def _refuse_missing_packs(self, record: Record) -> None:
+        own = {record.pack.sha256} if record.pack else set()
+        missing = self._missing_packs(record) - own
+        if missing:
+            raise broken_packs(f"pack {sha256[:12]}: missing" for sha256 in sorted(missing))
+
+    def _missing_packs(self, record: Record) -> set[str]:
+        folder = f"{folder_of(record.fingerprint)}/packs"
+        there = self.call("listing packs", lambda: self.storage.walk(folder))
+        return {e.pack for e in record.files if f"{e.pack}.tar.zst" not in there}
 
     def _send(self, fingerprint: str, info: PackInfo, pack: Path) -> None:
         if not _is_pack(pack, info):
@@ -136,7 +171,7 @@ class ArtifactStore:
             )
         name = _pack_name(fingerprint, info.sha256)
         what = f"pack {info.sha256[:12]}"
-        size = self._size(what, name)
+        size = self._calls.size(what, name)
         if size is not None and self._holds(name, info, whole=True):
             return
         storage, there = self._calls.storage, size is not None
@@ -178,6 +213,10 @@ class ArtifactStore:
         """Keys of everything published for a fingerprint, signed or not, from one listing."""
         return self._records.published(fingerprint)
 
+    def highest_generation(self, fingerprint: str, key: str) -> int:
+        """Of a target's records, readable or not; 0 when there are none."""
+        return self._records.highest(fingerprint, key)
+
     def entries(self, fingerprint: str) -> tuple[StoreEntry, ...]:
         """What ``ls`` shows: a line for each published target."""
         return self.latest(fingerprint).entries
@@ -201,8 +240,14 @@ class ArtifactStore:
         """How many transfers at a time help."""
         return self._calls.storage.workers
 
-    def _size(self, what: str, name: str) -> int | None:
-        return self._calls.call(what, lambda: self._calls.storage.size(name))
+    @property
+    def storage(self) -> Storage:
+        """What it lies on; for gc and fsck."""
+        return self._calls.storage
+
+    def call(self, what: str, act: Callable[[], T]) -> T:
+        """The result of one call to the storage, with the store's patience; for gc and fsck."""
+        return self._calls.call(what, act)
 
     @contextmanager
     def _reader(self, name: str) -> Iterator[Reader]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -93,6 +94,16 @@ workload_options = (
 )
 
 
+side_options = (
+    click.option("--local", is_flag=True, help="The cache root; with --remote too, both."),
+    click.option(
+        "--remote",
+        is_flag=True,
+        help="The store.  [default: the side that --store or --root names, else both]",
+    ),
+)
+
+
 def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one decorator, listed in this order."""
 
@@ -159,6 +170,21 @@ def open_store(
     return ArtifactStore.open(store, sign_key=sign_key, trust_keys=trust_keys or None)
 
 
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Which of the two a command is about."""
+
+    local: bool
+    remote: bool
+
+
+def chosen_sides(local: bool, remote: bool, store: str | None, root: Path | None) -> Sides:
+    """What was asked for; else what has an address on the command line; else both."""
+    if not (local or remote):
+        local, remote = root is not None, store is not None
+    return Sides(local, remote) if local or remote else Sides(local=True, remote=True)
+
+
 def show_progress(stack: ExitStack) -> Progress:
     """A bar on a terminal, plain lines elsewhere, always on standard error."""
     from compilecache.progress import BarProgress, LineProgress
@@ -174,3 +200,44 @@ def tell(text: str) -> None:
 def print_json(data: object) -> None:
     """Data of a command, on standard output."""
     click.echo(json.dumps(data, indent=2, sort_keys=False))
+
+
+def print_table(
+    title: str,
+    rows: Sequence[tuple[str, ...]],
+    columns: tuple[str, ...],
+    numbers: tuple[str, ...] = (),
+) -> None:
+    """A table on standard output: columns of words, then of numbers; the title alone without rows."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    click.echo(title)
+    if not rows:
+        return
+    table = Table(box=None)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def escape(text: str) -> str:
+    """Text in which rich sees no markup."""
+    from rich.markup import escape as escaped
+
+    return escaped(text)
+
+
+def megabytes(size: int) -> str:
+    """Bytes as MB, with one decimal."""
+    return f"{size / 1e6:.1f}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -88,9 +89,11 @@ class _Visit:
         yield _create_only(self._storage.url, second == FIRST)
 
     def _clock(self, before: float, after: float) -> Iterator[Finding]:
-        written = self._call("the probe's time", lambda: self._storage.modified(self._name))
-        if written is None:
+        folder, _, own = self._name.rpartition("/")
+        found = self._call("the probe's time", lambda: self._storage.survey(folder)).get(own)
+        if found is None or not math.isfinite(found.modified):  # it does not say
             return
+        written = found.modified
         skew = max(before - 1 - written, written - after - 1, 0.0)
         if skew > SKEW_SECONDS:
             side = "behind" if written > after else "ahead of"
@@ -108,9 +111,9 @@ class _Visit:
         if not self._sent:
             return []
         try:
-            self._call("deleting the probe", lambda: self._storage.remove(self._name))
+            self._call("deleting the probe", lambda: self._storage.delete(self._name))
         except StoreUnavailable as error:
-            why = "It is a few bytes that nothing reads. Nothing that is published is ever deleted."
+            why = "It is a few bytes that nothing reads; 'compilecache gc' takes it once it is old."
             return [Finding(f"the probe '{self._name}' stays: {error.problem}", why, level="note")]
         return []
 

@@ -116,7 +116,7 @@ def test_everything_is_there_and_fits(fresh: Template, programs: Place) -> None:
     told = ended.json
     assert set(told) == {
         "warm", "fingerprint", "engine", "root", "store", "targets", "nearest", "adopted",
-        "trouble", "next_step",
+        "trouble", "untrusted", "next_step",
     }  # fmt: skip
     assert (told["warm"], told["engine"], told["nearest"]) == (True, "program", None)
     for row in told["targets"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from sick_server import SickServer, sick_server
 
 from compilecache.doctor.finding import Finding, Level, worst
 from compilecache.doctor.store import check_store
-from compilecache.storage import LocalStorage, MemoryStorage, Storage, open_storage
+from compilecache.storage import LocalStorage, MemoryStorage, Storage, Stored, open_storage
 
 
 def said(findings: list[Finding], level: Level, words: str) -> Finding:
@@ -100,10 +99,9 @@ class Shifted(LocalStorage):
 
     seconds = 0.0
 
-    def modified(self, name: str) -> float | None:
-        path = self.root / name
-        os.utime(path, (0, path.stat().st_mtime + self.seconds))
-        return super().modified(name)
+    def survey(self, folder: str) -> dict[str, Stored]:
+        found = super().survey(folder)
+        return {name: Stored(s.size, s.modified + self.seconds) for name, s in found.items()}
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(3600.0, "behind"), (-3600.0, "ahead of")])
