@@ -5,6 +5,7 @@ Layout below the root::
     v1/<fingerprint>/fingerprint.json
                     /artifacts/<key>/<generation>.json    written last
                     /packs/<sha256>.tar.zst
+                    /claims/<key>/<generation>.json       see claims.py
 """
 
 from __future__ import annotations
@@ -141,6 +142,20 @@ class ArtifactStore:
         """Digests of every fingerprint that something was published for."""
         found = self._call("listing fingerprints", lambda: self._storage.folders(VERSION))
         return sorted(name for name in found if _DIGEST.fullmatch(name))
+
+    # -- small objects of a fingerprint -------------------------------------------------------
+
+    def create(self, fingerprint: str, name: str, data: bytes) -> bool:
+        """Writes a small object unless one of that name is there: then False.
+
+        Also False when it is ours and only the answer was lost: read it back.
+        """
+        path = f"{_folder(fingerprint)}/{name}"
+        return self._call(f"writing '{name}'", lambda: self._storage.create(path, data))
+
+    def read_small(self, fingerprint: str, name: str) -> bytes | None:
+        """A small object, unchecked; None when there is none."""
+        return self._read(f"{_folder(fingerprint)}/{name}")
 
     # -- publishing ---------------------------------------------------------------------------
 

@@ -26,7 +26,11 @@ def group() -> None:
 @group.command(epilog="Example: warmup run plan.yaml --store s3://bucket/cache")
 @common.plan_argument
 @common.with_options(
-    common.device_option, common.store_option, common.root_option, common.lock_option
+    common.device_option,
+    common.store_option,
+    common.root_option,
+    common.lock_option,
+    common.share_option,
 )
 @click.option(
     "--timeout",
@@ -41,6 +45,7 @@ def run(
     store: str | None,
     root: Path | None,
     lock_timeout: float,
+    no_share: bool,
     timeout: float | None,
 ) -> None:
     """Warm PLAN, publish it, and prove it in a fresh process. Resumable: run it again."""
@@ -57,7 +62,15 @@ def run(
 
     with ExitStack() as stack:
         teller = common.show_progress(stack)
-        report = warm_plan(plan, places, cache, opened, progress=teller, lock_timeout=lock_timeout)
+        report = warm_plan(
+            plan,
+            places,
+            cache,
+            opened,
+            progress=teller,
+            share=not no_share,
+            lock_timeout=lock_timeout,
+        )
     proof = prove(plan, places, cache.root, timeout=timeout)
     good = report.warm and proof.warm
     line = {

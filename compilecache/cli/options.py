@@ -53,6 +53,11 @@ lock_option = click.option(
     metavar="SECONDS",
     help="How long to wait for another process that fills the same root.",
 )
+share_option = click.option(
+    "--no-share",
+    is_flag=True,
+    help="Compile all that is missing, also what another process is compiling for the store.",
+)
 limit_option = click.option(
     "--limit",
     type=click.IntRange(min=1),

@@ -20,6 +20,7 @@ from compilecache.shapes import EngineName
     *common.workload_options,
     common.limit_option,
     common.lock_option,
+    common.share_option,
     common.network_option,
 )
 @click.option(
@@ -40,6 +41,7 @@ def warm(
     engine: EngineName | None,
     limit: int,
     lock_timeout: float,
+    no_share: bool,
     allow_network_root: bool,
     strict: bool,
     verify: bool,
@@ -65,6 +67,7 @@ def warm(
             opened,
             progress=common.show_progress(stack),
             strict=strict,
+            share=not no_share,
             limit=limit,
             lock_timeout=lock_timeout,
         )
