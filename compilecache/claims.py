@@ -134,13 +134,18 @@ class Claims:
 
     # -- claiming -----------------------------------------------------------------------------
 
-    def take(self, key: str) -> Held | None:
-        """A claim on the target; None while another has it."""
+    def take(self, key: str, *, again: bool = False) -> Held | None:
+        """A claim on the target; None while another has it, or when it has been published.
+
+        ``again``: also then, because what was published is of no use.
+        """
         mine = self.me.model_copy(update={"since": utc_now()})
         if key not in self._seen and self._append(key, 1, mine):
             return Held(self, key, 1, mine, self._every)
         sight = self.look(key)
         if sight is None or self.hopeless(key) or not self.over(sight):
+            return None
+        if sight.claim.state == "published" and not again:
             return None
         mine = mine.model_copy(update={"failures": sight.claim.failures})
         if not self._append(key, sight.generation + 1, mine):
@@ -166,6 +171,11 @@ class Claims:
         """Who had the target when it was last looked at, and for how many seconds of our clock."""
         sight = self._seen.get(key)
         return None if sight is None else (sight.claim, self._clock() - sight.since)
+
+    def published(self, key: str) -> bool:
+        """Whether the target's last holder had published it when this was last looked at."""
+        sight = self._seen.get(key)
+        return sight is not None and sight.claim.state == "published"
 
     def over(self, sight: Sight) -> bool:
         """Whether the claim has ended: said so, without news for a lease, or held for too long.

@@ -56,7 +56,7 @@ class Sharing:
         self._shared: bool | None = None
         self._crowded = False
         self._bad: dict[str, int] = {}
-        """Published targets that could not be restored here, and their generations."""
+        """Published targets that could not be restored, and their generations; 0: the record is gone."""
         self._pause = FIRST_PAUSE
         self._said = ("", 0.0)
 
@@ -101,7 +101,7 @@ class Sharing:
         if not self._asked_once():
             return True
         try:
-            held = self._claims.take(key)
+            held = self._claims.take(key, again=key in self._bad)
             if held is None:
                 return self._claims.hopeless(key)
             self._held = held
@@ -145,6 +145,7 @@ class Sharing:
         missing = self._exchange.missing.intersection(keys)
         if not missing or not self._shared:
             return
+        ended = {key for key in missing if self._claims.published(key)}
         try:
             found = self._exchange.refresh(missing)
             wanted = {key for key, made in found.items() if made > self._bad.get(key, 0)}
@@ -154,6 +155,7 @@ class Sharing:
             self._go_alone(error)
             return
         self._bad |= {key: found[key] for key in wanted & self._exchange.missing}
+        self._bad |= dict.fromkeys(ended - found.keys(), 0)
 
     # -- waiting ------------------------------------------------------------------------------
 

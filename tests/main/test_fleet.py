@@ -71,7 +71,7 @@ def test_without_sharing_each_compiles_all(fresh: Template, cold: Cold, place: P
 
 def test_a_killed_warm_up_goes_on_at_once(fresh: Template, cold: Cold, place: Place) -> None:
     """On its own root nobody waits for the lease of the dead: its lock was free."""
-    place.write(plan("product", list(range(2, 30))))
+    place.write(plan("product", list(range(2, 12))))
     (pod,) = pods(fresh, cold, place, 1)
     until_said(pod, "] compiled")
     pod.kill(signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,9 +69,15 @@ def chain(counting: Counting) -> ArtifactStore:
     return ArtifactStore(counting, Budget("memory://", 5))
 
 
-def claims(store: ArtifactStore, clock: Clock | None = None, **more: object) -> Claims:
+def claims(
+    store: ArtifactStore,
+    clock: Clock | None = None,
+    *,
+    fingerprint: str = FINGERPRINT,
+    **more: object,
+) -> Claims:
     """Another process, as far as the store can tell."""
-    return Claims(store, FINGERPRINT, clock=clock or Clock(), **more)  # type: ignore[arg-type]
+    return Claims(store, fingerprint, clock=clock or Clock(), **more)  # type: ignore[arg-type]
 
 
 def held(by: Claims, key: str = KEY) -> Held:
@@ -381,6 +388,20 @@ def test_pods_divide_the_work(kind: str, tmp_path: Path) -> None:
         assert pod.damaged() == []
         assert pod.alone == []
         assert pod.restored.faults == []
+    for target in wanted:
+        last = claims(ArtifactStore.open(url), fingerprint=MARK.digest).look(target.key)
+        assert (last.claim.state, last.generation - last.claim.beat) == ("published", 2)
+
+
+def test_a_record_that_is_gone_is_made_anew(tmp_path: Path) -> None:
+    """Its chain still says that it was published; somebody has deleted the artifact since."""
+    store, wanted, clock = ArtifactStore.open(tmp_path / "store"), targets(2), Clock()
+    Pod(tmp_path / "one", store).run(wanted)
+    shutil.rmtree(tmp_path / "store" / "v1" / MARK.digest / "artifacts" / wanted[0].key)
+    other = Pod(tmp_path / "two", store, clock=clock)
+    other.run(wanted)
+    assert other.compiled == [wanted[0].key]
+    assert clock.now < 2
 
 
 @pytest.mark.parametrize("kind", ["local", "s3"])
