@@ -51,7 +51,7 @@ lock_option = click.option(
     default=3600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for another process that fills the same root.",
+    help="How long to wait for another process that fills the same root, or compiles a target for it.",
 )
 share_option = click.option(
     "--no-share",
