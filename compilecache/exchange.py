@@ -77,6 +77,8 @@ class Exchange:
         self._elsewhere = dict(elsewhere or {})
         self.complete: dict[str, Record] = {}
         """Records whose files are all in the root, byte for byte."""
+        self._libraries: dict[str, FileEntry] = {}
+        """Native libraries that they list."""
         self._view: StoreView | None = None
         self._held: dict[str, FileEntry] = {}
 
@@ -96,7 +98,7 @@ class Exchange:
                 continue
             faults = self.cache.damaged(record.files)
             if not faults:
-                self.complete[key] = record
+                self._complete(record)
                 continue
             troubles.append(f"{key} is damaged in the cache root: {'; '.join(faults[:3])}")
             if repair:
@@ -148,6 +150,10 @@ class Exchange:
         """Targets that are published and could not be restored, with their generations."""
         records = self.view().records
         return {key: records[key].generation for key in self.missing & records.keys()}
+
+    def published_keys(self) -> frozenset[str]:
+        """What the store holds for this fingerprint now, from one listing. Raises StoreUnavailable."""
+        return self.store.keys(self.mark.digest) if self.store is not None else frozenset()
 
     def published(self, key: str) -> bool:
         """Whether a target is complete here and the store has it."""
@@ -227,13 +233,7 @@ class Exchange:
 
         Two roots build the same library in other bytes; the one that is in use stays.
         """
-        own = {
-            entry.path: entry
-            for other in self.complete.values()
-            for entry in other.files
-            if LIBRARY.match(entry.path)
-        }
-        files = tuple(own.get(entry.path, entry) for entry in record.files)
+        files = tuple(self._libraries.get(entry.path, entry) for entry in record.files)
         if all(map(_same, files, record.files)):
             return record
         return record.model_copy(update={"files": files, "pack": None})
@@ -256,7 +256,7 @@ class Exchange:
         done.bytes += sum(entry.size for entry in absent)
         for record in records:
             self.cache.keep_record(record, published=True)
-            self.complete[record.key] = record
+            self._complete(record)
             done.keys.append(record.key)
 
     # -- root to store ------------------------------------------------------------------------
@@ -303,7 +303,11 @@ class Exchange:
 
     def _keep(self, record: Record, *, published: bool) -> None:
         self.cache.keep_record(record, published=published)
+        self._complete(record)
+
+    def _complete(self, record: Record) -> None:
         self.complete[record.key] = record
+        self._libraries.update({e.path: e for e in record.files if LIBRARY.match(e.path)})
 
     def _record(
         self,

@@ -20,6 +20,8 @@ from compilecache.shapes import CompileTarget
 FIRST_PAUSE = 0.2
 LONGEST_PAUSE = 5.0
 GROWTH = 1.5
+LISTED_EVERY = 5.0
+"""Seconds between two looks at all that is published, while there is something to claim."""
 SAID_EVERY = 10.0
 """Seconds between two words about the same holders."""
 NAMED = 3
@@ -59,6 +61,7 @@ class Sharing:
         """Published targets that could not be restored, and their generations; 0: the record is gone."""
         self._pause = FIRST_PAUSE
         self._said = ("", 0.0)
+        self._listed: tuple[frozenset[str], float] = (frozenset(), -LISTED_EVERY)
 
     def turns(self, targets: Sequence[CompileTarget]) -> Iterator[CompileTarget]:
         """Each target once. It is complete in the root, or to be compiled by whoever asked.
@@ -70,6 +73,8 @@ class Sharing:
         queue = deque(key for key in left if key in self._exchange.missing)
         while queue:
             key = queue.popleft()
+            if key in self._made() and key not in self._bad:
+                continue
             if self._take(key):
                 yield left.pop(key)
                 self._let_go()
@@ -139,6 +144,17 @@ class Sharing:
         self._hears.alone(error)
 
     # -- what others have made ----------------------------------------------------------------
+
+    def _made(self) -> frozenset[str]:
+        """What is published, as of lately: of a large plan most is, and a claim on each would cost more."""
+        keys, when = self._listed
+        if self._crowded and self._shared and self._hears.clock() - when >= LISTED_EVERY:
+            try:
+                keys = self._exchange.published_keys()
+            except StoreUnavailable as error:
+                self._go_alone(error)
+            self._listed = keys, self._hears.clock()
+        return keys if self._shared else frozenset()
 
     def _fetch(self, keys: Collection[str]) -> None:
         """Restores those of these that are published by now."""

@@ -59,6 +59,10 @@ def test_pods_with_a_kernel_in_common(fresh: Template, place: Place) -> None:
     for rows in zip(*(one.json["targets"] for one in ended), strict=True):
         assert sorted(row["status"] for row in rows) == ["compiled", "restored"], ended[0].err
     assert [one.json["gave_up"] for one in ended] == [[], []]
+    for name in range(2):
+        root = place.folder / f"pod{name}" / "root"
+        proof = fresh.command("verify", place.plan_file, "--device", "cpu", "--root", root)
+        assert proof.code == 0, proof.err
 
 
 def test_without_sharing_each_compiles_all(fresh: Template, cold: Cold, place: Place) -> None:
