@@ -21,6 +21,10 @@ SETTLED = re.compile(r"^[0-9a-z]{2}/[^/]+\.best_config$")
 """Which configuration of a kernel was fastest, with the time it took: torch writes it anew whenever it
 times them again. Any that can be read is as good as another."""
 
+LIBRARY = re.compile(rf"^([0-9a-z]{{2}}|{FOLDER})/.+\.so$")
+"""Native libraries, named by a digest of their source and of how they were built. Their debug information
+names the folder they were built in, so those of two roots do the same in other bytes."""
+
 
 def travels(path: str, kernels: Collection[str] = ()) -> bool:
     """Whether a cache file must be in a pack for a start on another machine to compile nothing.

@@ -54,6 +54,7 @@ def ensure_warm(
     engine: EngineName | None = None,
     compile_once_per_gpu_kind: bool = True,
     strict: bool = False,
+    share: bool = True,
     lock_timeout: float = 3600.0,
     rank_timeout: float = 7200.0,
     allow_network_root: bool = False,
@@ -90,7 +91,10 @@ def ensure_warm(
             where the canary finds that they compute the same there. False: each compiles its own.
         strict: raise on cache trouble, failed and never-cached targets. Otherwise trouble with the
             cache never ends a run: it is in ``report.gave_up`` and in the log.
-        lock_timeout: seconds to wait for another process that fills the same root.
+        share: divide the compiling with other processes that start cold on the same store: each target
+            is compiled by one of them, and the others wait for its artifact.
+        lock_timeout: seconds to wait for another process that fills the same root, and for one that
+            compiles a target for this one.
         rank_timeout: seconds to wait for the other ranks of a ``torch.distributed`` job.
         allow_network_root: use a cache root on a network file system all the same.
         on_miss: "error": raise UnexpectedCompile where it happens. "serialize": compile while every
@@ -114,7 +118,7 @@ def ensure_warm(
     changes = {"compile_options": options, "engine": engine or plan.engine}
     plan = ShapePlan.parse({**plan.model_dump(), **changes})
     once = compile_once_per_gpu_kind
-    request = _Request(chosen, plan, replicas, strict, lock_timeout, on_miss, once)
+    request = _Request(chosen, plan, replicas, strict, share, lock_timeout, on_miss, once)
     outcome: Warm | CompileCacheError
     try:
         with alone():
@@ -149,6 +153,7 @@ class _Request:
     plan: ShapePlan
     replicas: list[Replica]
     strict: bool
+    share: bool
     lock_timeout: float
     on_miss: OnMiss
     once_per_kind: bool
@@ -206,7 +211,10 @@ class _Request:
                 yield PlannedFunction(name, replica.device, function, replica.module, codes)
 
     def _extend(self, ready: _Ready, target: CompileTarget, function: PlannedFunction) -> Report:
-        job = replace(self._job(ready.cache, ready.store), targets=(target,), strict=False)
+        # All workers stand still meanwhile: waiting for a stranger's artifact would cost them more.
+        job = replace(
+            self._job(ready.cache, ready.store), targets=(target,), strict=False, share=False
+        )
         return warm(job, [Replica(function.device, function.replica)], LogProgress())
 
     def _job(self, cache: CacheDir, store: ArtifactStore | None) -> Job:
@@ -221,6 +229,7 @@ class _Request:
             compile_once_per_gpu_kind=self.once_per_kind,
             instances=max(per_device.values()),
             strict=self.strict,
+            share=self.share,
             lock_timeout=self.lock_timeout,
             spare=UNPLANNED_ENTRIES if self.on_miss == "serialize" else SPARE_ENTRIES,
         )

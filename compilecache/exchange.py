@@ -9,6 +9,7 @@ from pathlib import Path
 
 from compilecache.artifact import ADOPTED, FileEntry, Record, hash_files
 from compilecache.cachedir import CacheDir
+from compilecache.contents import LIBRARY, SETTLED
 from compilecache.engines.programfile import program_among
 from compilecache.errors import ChecksumMismatch, CompileCacheError, StoreUnavailable
 from compilecache.evidence import Evidence
@@ -33,6 +34,14 @@ class Restored:
     seconds: float = 0.0
     faults: list[CompileCacheError] = field(default_factory=list)
     """One for every record that was passed over."""
+
+    def add(self, more: Restored) -> None:
+        """Counts a later restore in."""
+        self.keys += more.keys
+        self.files += more.files
+        self.bytes += more.bytes
+        self.seconds += more.seconds
+        self.faults += more.faults
 
 
 MOST_GPUS = 16
@@ -80,6 +89,8 @@ class Exchange:
         self._elsewhere = dict(elsewhere or {})
         self.complete: dict[str, Record] = {}
         """Records whose files are all in the root, byte for byte."""
+        self._libraries: dict[str, FileEntry] = {}
+        """Native libraries that they list."""
         self._view: StoreView | None = None
         self._held: dict[str, FileEntry] = {}
 
@@ -101,7 +112,7 @@ class Exchange:
                 continue
             faults = self.cache.damaged(record.files)
             if not faults:
-                self.complete[key] = record
+                self._complete(record)
                 continue
             troubles.append(f"{key} is damaged in the cache root: {'; '.join(faults[:3])}")
             if repair:
@@ -135,6 +146,33 @@ class Exchange:
             self._hold(self._view.records.values())
         return self._view
 
+    def refresh(self, keys: Collection[str]) -> dict[str, int]:
+        """Asks the store again what it has of these; the generation of each that is published.
+
+        Raises StoreUnavailable.
+        """
+        if self.store is None:
+            return {}
+        known, now = self.view(), self.store.latest(self.mark.digest, keys)
+        self._view = StoreView({**known.records, **now.records}, known.faults)
+        for record in now.records.values():
+            for entry in record.files:
+                self._held.setdefault(entry.path, entry)
+        return {key: record.generation for key, record in now.records.items()}
+
+    def unusable(self) -> dict[str, int]:
+        """Targets that are published and could not be restored, with their generations."""
+        records = self.view().records
+        return {key: records[key].generation for key in self.missing & records.keys()}
+
+    def published_keys(self) -> frozenset[str]:
+        """What the store holds for this fingerprint now, from one listing. Raises StoreUnavailable."""
+        return self.store.keys(self.mark.digest) if self.store is not None else frozenset()
+
+    def published(self, key: str) -> bool:
+        """Whether a target is complete here and the store has it."""
+        return key in self.complete and key not in self.cache.unpublished(self.mark.digest)
+
     def _hold(self, records: Iterable[Record]) -> None:
         for record in records:
             self._held.update({entry.path: entry for entry in record.files})
@@ -163,6 +201,15 @@ class Exchange:
         done.seconds = time.perf_counter() - began
         return done
 
+    def restore_again(self, keys: Collection[str]) -> Restored:
+        """The same for what a ``refresh`` found of these targets."""
+        began = time.perf_counter()
+        done, records = Restored(), self.view().records
+        wanted = self.missing.intersection(keys)
+        self._bring_all([records[key] for key in sorted(wanted) if key in records], done)
+        done.seconds = time.perf_counter() - began
+        return done
+
     def adopt(self, environment: Fingerprint) -> int:
         """Restores a directory that somebody saved as it was; returns how many files it had.
 
@@ -176,10 +223,13 @@ class Exchange:
         return sum(len(record.files) for record in adopted.complete.values())
 
     def _bring_all(self, records: list[Record], done: Restored) -> None:
-        if not records:
-            return
+        while records:
+            together, records = _agreeing(records)
+            self._bring_together(together, done)
+
+    def _bring_together(self, records: list[Record], done: Restored) -> None:
         try:
-            self._bring(records, done)
+            self._bring([self._with_own_libraries(record) for record in records], done)
         except StoreUnavailable:
             raise
         except CompileCacheError as error:
@@ -188,7 +238,17 @@ class Exchange:
                 self._distrust(records[0])
                 return
             for record in records:
-                self._bring_all([record], done)
+                self._bring_together([record], done)
+
+    def _with_own_libraries(self, record: Record) -> Record:
+        """The record with the libraries that this root has already, made or restored for other targets.
+
+        Two roots build the same library in other bytes; the one that is in use stays.
+        """
+        files = tuple(self._libraries.get(entry.path, entry) for entry in record.files)
+        if all(map(_same, files, record.files)):
+            return record
+        return record.model_copy(update={"files": files, "pack": None})
 
     def _distrust(self, record: Record) -> None:
         """No new record may lean on packs that this one's trouble came from."""
@@ -209,7 +269,7 @@ class Exchange:
         done.bytes += sum(entry.size for entry in absent)
         for record in records:
             self.cache.keep_record(record, published=True)
-            self.complete[record.key] = record
+            self._complete(record)
             done.keys.append(record.key)
 
     # -- root to store ------------------------------------------------------------------------
@@ -264,7 +324,11 @@ class Exchange:
 
     def _keep(self, record: Record, *, published: bool) -> None:
         self.cache.keep_record(record, published=published)
+        self._complete(record)
+
+    def _complete(self, record: Record) -> None:
         self.complete[record.key] = record
+        self._libraries.update({e.path: e for e in record.files if LIBRARY.match(e.path)})
 
     def _record(
         self,
@@ -299,3 +363,25 @@ class Exchange:
         """The pack of this store that holds exactly this file already."""
         held = self._held.get(path)
         return held.pack if held and (held.size, held.xxh3_128) == known else None
+
+
+def _same(one: FileEntry, other: FileEntry) -> bool:
+    return (one.size, one.xxh3_128) == (other.size, other.xxh3_128)
+
+
+def _agreeing(records: list[Record]) -> tuple[list[Record], list[Record]]:
+    """Those that can lie in one root as they are, and the others.
+
+    Several machines may each have built a library that their targets share.
+    """
+    together: list[Record] = []
+    others: list[Record] = []
+    entries: dict[str, FileEntry] = {}
+    for record in records:
+        fixed = {entry.path: entry for entry in record.files if not SETTLED.match(entry.path)}
+        if all(_same(entry, entries.get(path, entry)) for path, entry in fixed.items()):
+            together.append(record)
+            entries.update(fixed)
+        else:
+            others.append(record)
+    return together, others

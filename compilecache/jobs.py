@@ -33,6 +33,7 @@ def warm_plan(
     *,
     progress: Progress | None = None,
     strict: bool = False,
+    share: bool = True,
     limit: int = TARGET_LIMIT,
     lock_timeout: float = LOCK_TIMEOUT,
 ) -> Report:
@@ -48,6 +49,7 @@ def warm_plan(
         options=plan.compile_options,
         engine=plan.engine,
         strict=strict,
+        share=share,
         lock_timeout=lock_timeout,
     )
     return warm(job, build_replicas(workload, devices), progress)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from compilecache import torch_names
 from compilecache.artifact import Record
 from compilecache.cachedir import CacheDir
+from compilecache.claims import Claims
 from compilecache.engines.choice import Engine, engine_of
 from compilecache.engines.harness import Replica, Run
 from compilecache.engines.program import BY_TRACE
@@ -28,6 +29,7 @@ from compilecache.errors import (
     CompileFailed,
     LockTimeout,
     PlanError,
+    StoreUnavailable,
     UnexpectedCompile,
 )
 from compilecache.exchange import Exchange, Restored, siblings
@@ -36,6 +38,7 @@ from compilecache.progress import LogProgress, Progress
 from compilecache.remains import sweep
 from compilecache.report import Report, Status, TargetReport
 from compilecache.shapes import CompileTarget, EngineName
+from compilecache.sharing import Listener, Sharing
 from compilecache.store import ArtifactStore
 from compilecache.workload import Workload
 
@@ -62,10 +65,17 @@ class Job:
     """Replicas on one device; each may need entries of its own."""
     strict: bool = False
     """Raise on cache trouble and failed targets instead of reporting them."""
+    share: bool = True
+    """Whether processes that start cold divide the targets among them, through claims in the store."""
     lock_timeout: float = 3600.0
-    """Seconds to wait for another writer; above what the slowest target takes."""
+    """Seconds to wait for another writer, and for whoever has claimed a target; above what the slowest
+    takes."""
     spare: int = SPARE_ENTRIES
     """Compiled entries to leave room for beyond the targets."""
+
+
+Turns = Callable[[Sequence[CompileTarget]], Iterator[CompileTarget]]
+"""All of these, each once, in an order that may depend on what happens meanwhile."""
 
 
 def warm(job: Job, replicas: Iterable[Replica], progress: Progress | None = None) -> Report:
@@ -100,17 +110,16 @@ def walk(
     starting: Callable[[CompileTarget], Collection[str] | None],
     *,
     instances: int = 1,
+    turns: Turns = iter,
 ) -> Iterator[tuple[CompileTarget, Run | CompileFailed]]:
     """Runs every target on its device, one at a time, and yields what happened.
 
-    ``starting`` hears of each target and gives its files where it is expected to be warm. A target
-    that fails is yielded as its error; the others go on.
+    ``starting`` hears of each target and gives its files where it is expected to be warm; ``turns``
+    says when each of a device comes. A target that fails is yielded as its error; the others go on.
     """
     for replica in replicas:
         engine.compile_in_place(replica, targets, instances)
-        for target in targets:
-            if target.device != replica.device:
-                continue
+        for target in turns([t for t in targets if t.device == replica.device]):
             present = starting(target)
             try:
                 yield target, engine.run(target, replica.module, present)
@@ -164,7 +173,7 @@ class _Warming:
             with self._lock():
                 self._fill()
                 if self._exchange.missing:
-                    self._walk(replicas)
+                    self._divide(replicas)
         if not self._rows:
             self._walk(replicas)
         self._publish_left_over()
@@ -190,7 +199,37 @@ class _Warming:
 
     # -- walking ----------------------------------------------------------------------------
 
-    def _walk(self, replicas: Iterator[Replica]) -> None:
+    def _divide(self, replicas: Iterator[Replica]) -> None:
+        """Walks in turns with other processes that use the store."""
+        job = self._job
+        if job.store is None or not job.share:
+            self._walk(replicas)
+            return
+        digest, place = self._exchange.mark.digest, job.cache.lock_name()
+        claims = Claims(job.store, digest, place=place, patience=job.lock_timeout)
+        hears = Listener(self._arrived, self._waiting, self._alone)
+        with closing(Sharing(self._exchange, claims, hears)) as sharing:
+            self._walk(replicas, sharing.turns)
+
+    def _arrived(self, more: Restored) -> None:
+        self._restored.add(more)
+        for fault in more.faults:
+            with self._surviving("restoring"):
+                raise fault
+
+    def _waiting(self, holders: str) -> None:
+        self._progress.doing("waiting", holders)
+        self._job.cache.say(f"waiting {holders}")
+
+    def _alone(self, why: StoreUnavailable | str) -> None:
+        if isinstance(why, str):
+            assert self._job.store is not None
+            self._trouble(f"store '{self._job.store.url}' {why}")
+            return
+        with self._surviving("sharing the compiling"):
+            raise why
+
+    def _walk(self, replicas: Iterator[Replica], turns: Turns = iter) -> None:
         complete = self._exchange.complete
 
         def starting(target: CompileTarget) -> Collection[str] | None:
@@ -199,7 +238,12 @@ class _Warming:
             return None if record is None else [entry.path for entry in record.files]
 
         for target, run in walk(
-            self._engine, replicas, self._job.targets, starting, instances=self._job.instances
+            self._engine,
+            replicas,
+            self._job.targets,
+            starting,
+            instances=self._job.instances,
+            turns=turns,
         ):
             row = (
                 self._failed(target, run)
@@ -366,7 +410,7 @@ class _Warming:
             engine=self._job.engine,
             root=str(self._job.cache.root),
             store=self._job.store.url if self._job.store else None,
-            targets=tuple(self._rows.values()),
+            targets=tuple(self._rows[t.key] for t in self._job.targets if t.key in self._rows),
             gave_up=tuple(self._gave_up),
             restored_bytes=self._restored.bytes,
             restored_files=self._restored.files,

@@ -31,6 +31,7 @@ PARTS_AT_A_TIME = 4
 
 _EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "RequestExpired")
 _THERE = ("PreconditionFailed", "412")
+_NOT_OFFERED = ("NotImplemented", "501")
 
 T = TypeVar("T")
 
@@ -75,6 +76,8 @@ class S3Storage:
         self._files: s3fs.S3FileSystem | None = None
         self._lock, self._owner = threading.Lock(), os.getpid()
         self._inherited: list[s3fs.S3FileSystem | None] = []
+        self._conditional = True
+        """Whether "only if absent" may be asked for; some stores answer that they do not know it."""
 
     def read(self, name: str, limit: int) -> bytes:
         try:
@@ -100,24 +103,45 @@ class S3Storage:
 
     def create(self, name: str, data: bytes) -> bool:
         try:
-            self._call("put_object", Key=self._prefix + name, Body=data, IfNoneMatch="*")
+            self._if_absent(lambda condition: self._put(name, data, condition))
         except FileExistsError:
             return False
         return True
 
+    def _put(self, name: str, data: bytes, condition: bool) -> None:
+        only = {"IfNoneMatch": "*"} if condition else {}
+        self._call("put_object", Key=self._prefix + name, Body=data, **only)
+
+    def _if_absent(self, act: Callable[[bool], None]) -> None:
+        """Does it on condition; without, where the store does not offer that: whoever asks reads back."""
+        if self._conditional:
+            try:
+                act(True)
+                return
+            except _NotOfferedError:
+                self._conditional = False
+        act(False)
+
     def upload(self, name: str, source: Path, *, replace: bool) -> None:
         size = source.stat().st_size
-        with suppress(FileExistsError):
+
+        def send(condition: bool) -> None:
             self._run(
                 lambda files: files.put_file(
                     str(source),
                     f"{self._bucket}/{self._prefix}{name}",
-                    mode="overwrite" if replace else "create",
+                    mode="create" if condition else "overwrite",
                     chunksize=PART_BYTES,
                     max_concurrency=PARTS_AT_A_TIME,
                     timeout=self._seconds + size / SLOWEST_BYTES_PER_SECOND,
                 )
             )
+
+        with suppress(FileExistsError):
+            if replace:
+                send(False)
+            else:
+                self._if_absent(send)
 
     def walk(self, folder: str) -> dict[str, int]:
         return {name: stored.size for name, stored in self.survey(folder).items()}
@@ -245,6 +269,10 @@ class _ExpiredError(OSError):
     """Temporary credentials have run out."""
 
 
+class _NotOfferedError(OSError):
+    """The store does not know "only if absent"."""
+
+
 class _EmptyError(OSError):
     """A range was asked of an object that has no bytes."""
 
@@ -291,6 +319,8 @@ def _sorted_out(error: OSError, bucket: str) -> OSError:
     code = cause.response["Error"].get("Code", "") if isinstance(cause, ClientError) else ""
     if code in _THERE:
         return FileExistsError(*error.args)
+    if code in _NOT_OFFERED:
+        return _NotOfferedError(errno.ENOSYS, f"it does not offer that ({code})")
     if code in _EXPIRED:
         return _ExpiredError(errno.EACCES, f"its credentials have expired ({code})")
     if code in ("InvalidRange", "416"):

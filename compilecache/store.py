@@ -6,6 +6,7 @@ Layout below the root::
                     /packs/<sha256>.tar.zst
                     /artifacts/<key>/<generation>.json            written after its pack
                     /artifacts/<key>/<generation>.<key id>.sig    written after its record
+                    /claims/<key>/<generation>.json               see ``claims.py``
                     /sweeps/<token>, /renewed/<hour>              see ``sweeps.py``
 """
 
@@ -115,6 +116,21 @@ class ArtifactStore:
         storage = self._calls.storage
         found = self._calls.call("listing fingerprints", lambda: storage.folders(VERSION))
         return sorted(name for name in found if DIGEST.fullmatch(name))
+
+    # -- small objects of a fingerprint -------------------------------------------------------
+
+    def create(self, fingerprint: str, name: str, data: bytes) -> bool:
+        """Writes a small object unless one of that name is there: then False.
+
+        Also False when it is ours and only the answer was lost: read it back.
+        """
+        path = f"{folder_of(fingerprint)}/{name}"
+        storage = self._calls.storage
+        return self._calls.call(f"writing '{name}'", lambda: storage.create(path, data))
+
+    def read_small(self, fingerprint: str, name: str) -> bytes | None:
+        """A small object, unchecked; None when there is none."""
+        return self._calls.read(f"{folder_of(fingerprint)}/{name}")
 
     # -- publishing ---------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ def group() -> None:
     common.trust_option,
     common.root_option,
     common.lock_option,
+    common.share_option,
 )
 @click.option(
     "--timeout",
@@ -48,6 +49,7 @@ def run(
     trust_keys: tuple[Path, ...],
     root: Path | None,
     lock_timeout: float,
+    no_share: bool,
     timeout: float | None,
 ) -> None:
     """Warm PLAN, publish it, and prove it in a fresh process. Resumable: run it again."""
@@ -64,7 +66,15 @@ def run(
 
     with ExitStack() as stack:
         teller = common.show_progress(stack)
-        report = warm_plan(plan, places, cache, opened, progress=teller, lock_timeout=lock_timeout)
+        report = warm_plan(
+            plan,
+            places,
+            cache,
+            opened,
+            progress=teller,
+            share=not no_share,
+            lock_timeout=lock_timeout,
+        )
     proof = prove(plan, places, cache.root, timeout=timeout)
     good = report.warm and proof.warm
     line = {

@@ -68,7 +68,12 @@ lock_option = click.option(
     default=3600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for another process that fills the same root.",
+    help="How long to wait for another process that fills the same root, or compiles a target for it.",
+)
+share_option = click.option(
+    "--no-share",
+    is_flag=True,
+    help="Compile all that is missing, also what another process is compiling for the store.",
 )
 limit_option = click.option(
     "--limit",

@@ -22,6 +22,7 @@ from compilecache.shapes import EngineName
     *common.workload_options,
     common.limit_option,
     common.lock_option,
+    common.share_option,
     common.network_option,
 )
 @click.option(
@@ -44,6 +45,7 @@ def warm(
     engine: EngineName | None,
     limit: int,
     lock_timeout: float,
+    no_share: bool,
     allow_network_root: bool,
     strict: bool,
     verify: bool,
@@ -69,6 +71,7 @@ def warm(
             opened,
             progress=common.show_progress(stack),
             strict=strict,
+            share=not no_share,
             limit=limit,
             lock_timeout=lock_timeout,
         )

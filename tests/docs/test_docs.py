@@ -23,6 +23,7 @@ from pydantic import BaseModel
 import compilecache
 from compilecache import cli, errors
 from compilecache.artifact import FileEntry, PackInfo, Record
+from compilecache.claims import Claim
 from compilecache.cli import COMMANDS, group
 from compilecache.evidence import Evidence, Outcome
 from compilecache.fingerprint import ENV_IGNORED, ENV_PREFIXES, fingerprint
@@ -169,6 +170,7 @@ FIELDS: list[tuple[str, type[BaseModel]]] = [
     ("plan-file.md", InputSpec),
     ("plan-file.md", TensorSpec),
     ("formats.md", Record),
+    ("formats.md", Claim),
     ("library.md", Report),
     ("library.md", TargetReport),
     ("library.md", Evidence),

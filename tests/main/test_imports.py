@@ -27,10 +27,12 @@ ONLY_IN = {
 """Libraries that one side of the package keeps to itself."""
 
 WITHOUT_TORCH = (
-    "compilecache compilecache.artifact compilecache.buckets compilecache.cachedir compilecache.cli "
+    "compilecache compilecache.artifact compilecache.buckets compilecache.cachedir compilecache.claims "
+    "compilecache.cli "
     "compilecache.errors compilecache.evidence compilecache.exchange compilecache.fingerprint "
     "compilecache.pack compilecache.progress compilecache.proof compilecache.ranks "
-    "compilecache.report compilecache.shapes compilecache.signing compilecache.sources compilecache.store "
+    "compilecache.report compilecache.shapes compilecache.sharing compilecache.signing "
+    "compilecache.sources compilecache.store "
     "compilecache.watch compilecache.workload"
 ).split()
 

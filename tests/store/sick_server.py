@@ -32,6 +32,7 @@ class SickServer(ThreadingHTTPServer):
         self.moods: list[str] = []
         self.requests: list[str] = []
         self.honours_create = True
+        self.knows_create = True
         self.alters_bodies = False
         self.stopped = threading.Event()
 
@@ -87,6 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
         key = unquote(address.path).removeprefix("/b").lstrip("/")
         objects = self.server.objects
         if self.command == "PUT":
+            if self.headers.get("If-None-Match") and not self.server.knows_create:
+                self._answer(501, ERROR.format(code="NotImplemented").encode())
+                return
             if self.headers.get("If-None-Match") and key in objects and self.server.honours_create:
                 self._answer(412, ERROR.format(code="PreconditionFailed").encode())
                 return
