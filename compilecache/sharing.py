@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from compilecache.claims import Claims, Held
-from compilecache.errors import StoreUnavailable
 from compilecache.exchange import Exchange, Restored
 from compilecache.shapes import CompileTarget
 
@@ -41,8 +40,8 @@ class Listener:
     """Something of others has come into the root."""
     waiting: Callable[[str], None]
     """For whom, in words."""
-    alone: Callable[[StoreUnavailable | str], None]
-    """Why nothing is shared from now on; may raise it."""
+    alone: Callable[[OSError | str], None]
+    """Why nothing is shared from now on, the store or the root; may raise it."""
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
@@ -117,7 +116,7 @@ class Sharing:
                 self._let_go()
                 return False
             held.start()
-        except StoreUnavailable as error:
+        except OSError as error:
             self._go_alone(error)
         return True
 
@@ -131,14 +130,14 @@ class Sharing:
             try:
                 self._shared = self._claims.exclusive()
                 self._bad = self._exchange.unusable() if self._shared else {}
-            except StoreUnavailable as error:
+            except OSError as error:
                 self._go_alone(error)
             else:
                 if not self._shared:
                     self._hears.alone(NOT_EXCLUSIVE)
         return bool(self._shared)
 
-    def _go_alone(self, error: StoreUnavailable) -> None:
+    def _go_alone(self, error: OSError) -> None:
         self._shared = False
         self.close()
         self._hears.alone(error)
@@ -151,7 +150,7 @@ class Sharing:
         if self._crowded and self._shared and self._hears.clock() - when >= LISTED_EVERY:
             try:
                 keys = self._exchange.published_keys()
-            except StoreUnavailable as error:
+            except OSError as error:
                 self._go_alone(error)
             self._listed = keys, self._hears.clock()
         return keys if self._shared else frozenset()
@@ -167,7 +166,7 @@ class Sharing:
             wanted = {key for key, made in found.items() if made > self._bad.get(key, 0)}
             if wanted:
                 self._hears.restored(self._exchange.restore_again(wanted))
-        except StoreUnavailable as error:
+        except OSError as error:
             self._go_alone(error)
             return
         self._bad |= {key: found[key] for key in wanted & self._exchange.missing}
