@@ -17,7 +17,9 @@ from compilecache.exchange import Exchange, Restored
 from compilecache.shapes import CompileTarget
 
 FIRST_PAUSE = 0.2
-LONGEST_PAUSE = 5.0
+LONGEST_PAUSES = 1.0, 30.0
+PAUSE_PER_TARGET = 0.25
+"""Seconds that the longest pause grows by for each target waited for: each costs two requests a look."""
 GROWTH = 1.5
 LISTED_EVERY = 5.0
 """Seconds between two looks at all that is published, while there is something to claim."""
@@ -181,7 +183,9 @@ class Sharing:
             self._said = keys, now
             self._hears.waiting(self._words(targets))
         self._hears.sleep(self._pause * random.uniform(0.5, 1.0))
-        self._pause = min(self._pause * GROWTH, LONGEST_PAUSE)
+        shortest, longest = LONGEST_PAUSES
+        most = min(max(PAUSE_PER_TARGET * len(targets), shortest), longest)
+        self._pause = min(self._pause * GROWTH, most)
 
     def _words(self, targets: Sequence[CompileTarget]) -> str:
         named = []
