@@ -29,7 +29,6 @@ from compilecache.errors import (
     CompileFailed,
     LockTimeout,
     PlanError,
-    StoreUnavailable,
     UnexpectedCompile,
 )
 from compilecache.exchange import Exchange, Restored, siblings
@@ -221,7 +220,7 @@ class _Warming:
         self._progress.doing("waiting", holders)
         self._job.cache.say(f"waiting {holders}")
 
-    def _alone(self, why: StoreUnavailable | str) -> None:
+    def _alone(self, why: OSError | str) -> None:
         if isinstance(why, str):
             assert self._job.store is not None
             self._trouble(f"store '{self._job.store.url}' {why}")

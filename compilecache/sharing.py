@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from compilecache.claims import Claims, Held
-from compilecache.errors import StoreUnavailable
 from compilecache.exchange import Exchange, Restored
 from compilecache.shapes import CompileTarget
 
 FIRST_PAUSE = 0.2
-LONGEST_PAUSE = 5.0
+LONGEST_PAUSES = 1.0, 30.0
+PAUSE_PER_TARGET = 0.25
+"""Seconds that the longest pause grows by for each target waited for: each costs two requests a look."""
 GROWTH = 1.5
 LISTED_EVERY = 5.0
 """Seconds between two looks at all that is published, while there is something to claim."""
@@ -41,8 +42,8 @@ class Listener:
     """Something of others has come into the root."""
     waiting: Callable[[str], None]
     """For whom, in words."""
-    alone: Callable[[StoreUnavailable | str], None]
-    """Why nothing is shared from now on; may raise it."""
+    alone: Callable[[OSError | str], None]
+    """Why nothing is shared from now on, the store or the root; may raise it."""
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
@@ -117,7 +118,7 @@ class Sharing:
                 self._let_go()
                 return False
             held.start()
-        except StoreUnavailable as error:
+        except OSError as error:
             self._go_alone(error)
         return True
 
@@ -131,14 +132,14 @@ class Sharing:
             try:
                 self._shared = self._claims.exclusive()
                 self._bad = self._exchange.unusable() if self._shared else {}
-            except StoreUnavailable as error:
+            except OSError as error:
                 self._go_alone(error)
             else:
                 if not self._shared:
                     self._hears.alone(NOT_EXCLUSIVE)
         return bool(self._shared)
 
-    def _go_alone(self, error: StoreUnavailable) -> None:
+    def _go_alone(self, error: OSError) -> None:
         self._shared = False
         self.close()
         self._hears.alone(error)
@@ -151,7 +152,7 @@ class Sharing:
         if self._crowded and self._shared and self._hears.clock() - when >= LISTED_EVERY:
             try:
                 keys = self._exchange.published_keys()
-            except StoreUnavailable as error:
+            except OSError as error:
                 self._go_alone(error)
             self._listed = keys, self._hears.clock()
         return keys if self._shared else frozenset()
@@ -167,7 +168,7 @@ class Sharing:
             wanted = {key for key, made in found.items() if made > self._bad.get(key, 0)}
             if wanted:
                 self._hears.restored(self._exchange.restore_again(wanted))
-        except StoreUnavailable as error:
+        except OSError as error:
             self._go_alone(error)
             return
         self._bad |= {key: found[key] for key in wanted & self._exchange.missing}
@@ -182,7 +183,9 @@ class Sharing:
             self._said = keys, now
             self._hears.waiting(self._words(targets))
         self._hears.sleep(self._pause * random.uniform(0.5, 1.0))
-        self._pause = min(self._pause * GROWTH, LONGEST_PAUSE)
+        shortest, longest = LONGEST_PAUSES
+        most = min(max(PAUSE_PER_TARGET * len(targets), shortest), longest)
+        self._pause = min(self._pause * GROWTH, most)
 
     def _words(self, targets: Sequence[CompileTarget]) -> str:
         named = []

@@ -72,7 +72,7 @@ class Pod:
         self.hears = Listener(self.restored.add, self.waited.append, self._goes_alone, **clocked)
         self.claims = Claims(store, MARK.digest, clock=clock or time.monotonic, every=1.0)
 
-    def _goes_alone(self, why: StoreUnavailable | str) -> None:
+    def _goes_alone(self, why: OSError | str) -> None:
         self.alone.append(str(why))
 
     def begin(self, wanted: Sequence[CompileTarget]) -> Sharing:
