@@ -255,7 +255,7 @@ class CacheDir:
         Whoever holds the lock knows by it that earlier holders write no more.
         """
         try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
             status = (self._own / "lock").stat()
         except (OSError, ValueError):
             return ""
