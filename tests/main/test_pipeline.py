@@ -121,7 +121,7 @@ def test_a_store_that_is_down(fresh: Template, seeded: Place) -> None:
 
 def _garbage(store: Path) -> None:
     for path in store.rglob("*"):
-        if path.is_file():
+        if path.is_file() and "claims" not in path.parts:  # one that cannot be read is waited for
             path.write_bytes(b"<html>Sign in to the network</html>")
 
 

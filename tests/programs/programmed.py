@@ -6,7 +6,7 @@ import copy
 import functools
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,8 +22,10 @@ from compilecache.engines.programfile import Header, program_among, read_program
 from compilecache.engines.watched import refuse_unwatchable
 from compilecache.ensure import ensure_warm
 from compilecache.errors import FingerprintMismatch, PlanError, UnexpectedCompile
+from compilecache.examples import ExampleWorkload, specs_of_examples
 from compilecache.guard.warm import Warm
 from compilecache.report import Report
+from compilecache.torch_names import original
 
 SCALE = 1.0
 """A global that a model reads."""
@@ -254,12 +256,15 @@ def make_warm(
     counts: tuple[int, ...] = (2,),
     store: Path | None = None,
     engine: str = "program",
+    phases: tuple[str, ...] = ("train", "eval"),
     **options: object,
 ) -> Warm:
     """``ensure_warm`` with rows of eight."""
+    examples = [{"x": rows(count)} for count in counts]
     return ensure_warm(
         model,
-        [{"x": rows(count)} for count in counts],
+        specs_of_examples(examples, original(model), phases),
+        workload=ExampleWorkload(examples, module=original(model)),
         store=store or False,
         root=root,
         engine=engine,  # type: ignore[arg-type]
@@ -286,6 +291,15 @@ def warm_and_compare(make: Callable[[], nn.Module], root: Path, **options: objec
         model.train()
         right = same_values(model)
         return Saw(warm.report, right, torch_names.counts().since(before).frames)
+
+
+def warm_and_compare_all(names: Sequence[str], root: Path) -> dict[str, Saw]:
+    """Several models, one after the other in one process."""
+    found = {}
+    for name in names:
+        torch._dynamo.reset()
+        found[name] = warm_and_compare(globals()[name], root / name, phases=("train",))
+    return found
 
 
 class Adapter(nn.Module):
@@ -429,7 +443,7 @@ def called_after(
 ) -> Called:
     """What the next call of a warm model says after a change."""
     model, said = make(), ""
-    with make_warm(model, root):
+    with make_warm(model, root, phases=("train",)):
         model.train()
         change(model)
         try:

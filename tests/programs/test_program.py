@@ -66,13 +66,12 @@ def _without_a_name(root: Path) -> Report:
     return programmed.warm_and_compare(programmed.Product, root).report
 
 
-@pytest.mark.parametrize("engine", ["program", "auto"])
-def test_a_restored_program_traces_nothing(fresh: Template, tmp_path: Path, engine: str) -> None:
+def test_a_restored_program_traces_nothing(fresh: Template, tmp_path: Path) -> None:
     """Not one frame of Dynamo, in the warm-up or later; output and gradients as without it."""
     store = tmp_path / "store"
-    made = fresh.call(_warm_and_count, tmp_path / "first", store, engine)
+    made = fresh.call(_warm_and_count, tmp_path / "first", store, "program")
     assert [row.status for row in made[0].report.targets] == ["compiled", "compiled"]
-    saw, frames = fresh.call(_warm_and_count, tmp_path / "second", store, engine)
+    saw, frames = fresh.call(_warm_and_count, tmp_path / "second", store, "auto")
     assert [row.status for row in saw.report.targets] == ["restored", "restored"]
     assert {row.engine for row in saw.report.targets} == {"program"}
     assert all(row.evidence.compiled_nothing for row in saw.report.targets if row.evidence)
@@ -131,24 +130,32 @@ def test_evaluation_takes_the_program_of_evaluation(places: dict[str, str]) -> N
     assert places["no_grad"] == ""
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (programmed.Breaking, "graph_break"),
-        (programmed.Deciding, "Data-dependent branching"),
-        (programmed.Writing, "changes its inputs in place"),
-        (programmed.hooked, "Product has hooks"),
-        (programmed.hooked_inside, "'first' (Linear) has hooks"),
-        (programmed.patched, "a forward of its own"),
-        (programmed.compiled_before, "it was compiled before"),
-        (programmed.distributed, "DistributedDataParallel is a wrapper for distributed"),
-    ],
-)
-def test_what_cannot_be_a_program_goes_by_trace(
-    fresh: Template, root: Path, make: Callable[[], nn.Module], reason: str
-) -> None:
+REFUSED = {
+    "Breaking": "graph_break",
+    "Deciding": "Data-dependent branching",
+    "Writing": "changes its inputs in place",
+    "hooked": "Product has hooks",
+    "hooked_inside": "'first' (Linear) has hooks",
+    "patched": "a forward of its own",
+    "compiled_before": "it was compiled before",
+    "distributed": "DistributedDataParallel is a wrapper for distributed",
+}
+"""Models, and why they go by trace."""
+TAKEN = ("Counting", "Custom", "parametrized", "Frozen", "Decorated", "Product")
+"""Buffers that count, custom autograd functions, weights computed at every use, a decorated forward."""
+
+
+@pytest.fixture(scope="module")
+def compared(fresh: Template, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saw]:
+    """All of them, warmed and compared with themselves uncompiled."""
+    folder = tmp_path_factory.mktemp("compared")
+    return fresh.call(programmed.warm_and_compare_all, [*REFUSED, *TAKEN], folder)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_a_program_goes_by_trace(compared: dict[str, Saw], name: str) -> None:
     """With the reason in the report, and the right numbers."""
-    saw = fresh.call(programmed.warm_and_compare, make, root)
+    saw, reason = compared[name], REFUSED[name]
     assert saw.right
     assert {row.engine for row in saw.report.targets} == {"trace"}
     assert any(reason in trouble for trouble in saw.report.gave_up), saw.report.gave_up
@@ -160,23 +167,11 @@ def test_a_sharded_model_is_no_program(fresh: Template) -> None:
     assert "FSDP" in fresh.call(programmed.why_not_sharded)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        programmed.Counting,
-        programmed.Custom,
-        programmed.parametrized,
-        programmed.Frozen,
-        programmed.Decorated,
-    ],
-)
-def test_unusual_models_that_are_programs(
-    fresh: Template, root: Path, make: Callable[[], nn.Module]
-) -> None:
-    """Buffers that count, custom autograd functions, weights computed at every use."""
-    saw = fresh.call(programmed.warm_and_compare, make, root)
-    assert saw.right
-    assert {row.engine for row in saw.report.targets} == {"program"}
+@pytest.mark.parametrize("name", TAKEN)
+def test_unusual_models_that_are_programs(compared: dict[str, Saw], name: str) -> None:
+    """As right as any."""
+    assert compared[name].right
+    assert {row.engine for row in compared[name].report.targets} == {"program"}
 
 
 def test_auto_says_why_only_in_its_rows(fresh: Template, tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def test_a_store_that_can_only_be_read(server: SickServer) -> None:
     server.moods = ["ok", "AccessDenied"]
     found = list(check_store(bucket(server)))
     assert "only restores" in said(found, "note", "a probe").why
-    assert worst(found) == "note"
+    # A busy machine may be slow to answer, and that is said as well.
+    assert worst([one for one in found if "answer" not in one.what]) == "note"
 
 
 class Full(LocalStorage):
