@@ -7,7 +7,9 @@ OSError.
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -186,11 +188,16 @@ class LocalStorage:
         return path
 
 
+PRUNED_TRIES = 50
+"""How often a file is made again whose folder was taken away meanwhile."""
+
+
 def _in_spite_of_pruning(act: Callable[[], None]) -> None:
     """Makes a file; again when ``delete`` took its folder, empty still, in between."""
-    for _ in range(8):
+    for number in range(PRUNED_TRIES):
         with suppress(FileNotFoundError):
             return act()
+        time.sleep(random.uniform(0, 1e-4 * number))
     return act()
 
 
