@@ -23,7 +23,7 @@ from compilecache.budget import Budget
 from compilecache.calls import Calls
 from compilecache.errors import ChecksumMismatch, StoreUnavailable, UntrustedArtifact
 from compilecache.pack import broken_packs, sha256_of
-from compilecache.reader import Reader
+from compilecache.reader import AbsentError, Reader
 from compilecache.records import DIGEST, VERSION, Records, Signed, StoreEntry, StoreView, folder_of
 from compilecache.signing import NOBODY, Keys, open_keys
 from compilecache.storage import Option, Storage, open_storage
@@ -191,20 +191,26 @@ class ArtifactStore:
         if size is not None and self._holds(name, info, whole=True):
             return
         storage, there = self._calls.storage, size is not None
-        self._calls.call(what, lambda: storage.upload(name, pack, replace=there))
-        if not self._holds(name, info, whole=info.size <= READ_BACK_BYTES):
-            raise StoreUnavailable(
-                f"store '{self.url}' does not give back the bytes of {what} that were sent",
-                next_step="Check the store for a proxy or a full disk, or name another one",
-            )
+        for _ in range(2):
+            self._calls.call(what, lambda: storage.upload(name, pack, replace=there))
+            held = self._holds(name, info, whole=info.size <= READ_BACK_BYTES)
+            if held:
+                return
+            if held is False or not there:
+                break  # else a sweep has taken it for the one that was there before
+        raise StoreUnavailable(
+            f"store '{self.url}' does not give back the bytes of {what} that were sent",
+            next_step="Check the store for a proxy or a full disk, or name another one",
+        )
 
-    def _holds(self, name: str, info: PackInfo, *, whole: bool) -> bool:
+    def _holds(self, name: str, info: PackInfo, *, whole: bool) -> bool | None:
+        """Whether an object has the size, or the very bytes, of a pack; None when there is none."""
         try:
             with self._reader(name) as reader:
                 right_size = reader.size == info.size
                 return right_size and (not whole or sha256_of(reader) == info.sha256)
-        except _AbsentError:
-            return False
+        except AbsentError:
+            return None
 
     def sign(self, fingerprint: str, *, unsigned: bool = False) -> Signed:
         """Adds a signature to the record in force of each target; those that are there stay.
@@ -246,7 +252,7 @@ class ArtifactStore:
         try:
             with self._reader(_pack_name(fingerprint, sha256)) as reader:
                 yield reader
-        except _AbsentError:
+        except AbsentError:
             raise broken_packs([f"pack {sha256[:12]}: missing"]) from None
 
     # -- calls --------------------------------------------------------------------------------
@@ -265,18 +271,8 @@ class ArtifactStore:
         """The result of one call to the storage, with the store's patience; for gc and fsck."""
         return self._calls.call(what, act)
 
-    @contextmanager
-    def _reader(self, name: str) -> Iterator[Reader]:
-        try:
-            reader = Reader(self._calls.storage, name, self._calls.budget)
-        except FileNotFoundError:
-            raise _AbsentError from None
-        with reader:
-            yield reader
-
-
-class _AbsentError(Exception):
-    """The pack is not in the store."""
+    def _reader(self, name: str) -> Reader:
+        return Reader(self._calls.storage, name, self._calls.budget)
 
 
 def _pack_name(fingerprint: str, sha256: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -21,7 +22,7 @@ from compilecache.errors import ChecksumMismatch
 from compilecache.fetch import fetch_packs
 from compilecache.holdings import Surveyor
 from compilecache.retention import DAY, Collection, Collector, Retention
-from compilecache.storage import LocalStorage, open_storage
+from compilecache.storage import Blob, LocalStorage, open_storage
 from compilecache.store import ArtifactStore
 from compilecache.sweeps import Sweep, marks
 
@@ -379,6 +380,61 @@ class Meddler(AgedStorage):
         self._meddle("create", name)
         return super().create(name, data)
 
+    def open(self, name: str) -> Blob:
+        """Perhaps with the act between opening and reading."""
+        blob = super().open(name)
+        self._meddle("open", name)
+        return blob
+
+    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+        """Perhaps before the act."""
+        super().upload(name, source, replace=replace)
+        self._meddle("upload", name)
+
+
+def test_a_pack_that_goes_while_it_is_read_is_sent_again(s3_place: Place, tmp_path: Path) -> None:
+    """Whoever publishes the same once more meets the old pack, and then does not."""
+    storage = AgedStorage(open_storage(s3_place.url, patience=10, options=s3_place.options))
+    store = ArtifactStore(storage, Budget(s3_place.url, 20))
+    old = publish(store, tmp_path, 1)
+
+    def sweep() -> None:
+        collect(store, keep_days=0)
+
+    storage.pass_time(YEAR)
+    meddler = Meddler(storage, "open", "packs/", sweep)
+    new = publish(ArtifactStore(meddler, Budget(s3_place.url, 20)), tmp_path, 1)
+    assert meddler.acted
+    assert new.same_content(old)
+    assert_whole(store, new, tmp_path / "out")
+
+
+def test_a_pack_that_is_taken_for_the_one_it_replaces_is_sent_again(
+    store: ArtifactStore, storage: AgedStorage, tmp_path: Path
+) -> None:
+    """A sweep that had chosen the damaged one deletes the good one by its name."""
+    old = publish(store, tmp_path, 1)
+    name = f"v1/{FINGERPRINT}/packs/{old.pack.sha256}.tar.zst"
+    (tmp_path / "store" / name).write_bytes(b"damaged")
+    meddler = Meddler(storage, "upload", "packs/", lambda: storage.delete(name))
+    new = publish(ArtifactStore(meddler, Budget(storage.url, 20)), tmp_path, 1)
+    assert meddler.acted
+    assert_whole(store, new, tmp_path / "out")
+
+
+def test_a_pack_that_goes_while_it_is_restored_is_missing(s3_place: Place, tmp_path: Path) -> None:
+    """Its record is passed over by name, as if it had never been there; the rest is restored."""
+    storage = AgedStorage(open_storage(s3_place.url, patience=10, options=s3_place.options))
+    store = ArtifactStore(storage, Budget(s3_place.url, 20))
+    old = publish(store, tmp_path, 1)
+    name = f"v1/{FINGERPRINT}/packs/{old.pack.sha256}.tar.zst"
+    meddler = Meddler(storage, "open", "packs/", lambda: storage.delete(name))
+    watched = ArtifactStore(meddler, Budget(s3_place.url, 20))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ChecksumMismatch, match=f"pack {old.pack.sha256[:12]}: missing"):
+        fetch_packs(watched, FINGERPRINT, old.files, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
 
 @EVERYWHERE
 @pytest.mark.parametrize("words", ["sweeps/", "artifacts/", "packs/", "fingerprint.json"])
@@ -488,9 +544,10 @@ def test_publishers_and_collectors_at_the_same_time(
             time.sleep(moments.uniform(0, 0.05))
         for _ in range(3):
             collect(store, keep_days=0, keep_bytes=0)
-    said = {line for n in range(len(tasks)) for line in publishers.said(n)}
+    said = [line for n in range(len(tasks)) for line in publishers.said(n)]
+    assert [line for line in said if "error" in json.loads(line)] == []
     records = {r.key: r for r in (Record.parse(line.encode()) for line in said)}
-    assert records  # a publisher may give up, and then says nothing; what one has said is there
+    assert len(records) == 9
     for key, record in records.items():
         assert_whole(store, record, tmp_path / "out" / key)
 
