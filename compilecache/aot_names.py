@@ -1,28 +1,26 @@
-"""Every private name of torch that programs need, in one place, each behind a probe.
+"""Every private name of torch that making and loading a program needs, each behind a probe.
 
 Ahead-of-time compiled functions are a new part of torch ("experimental"): how they are made, loaded
-and moved to another device index stands here and nowhere else. ``missing()`` lists what this torch
-does not have.
+and moved to another device index stands here and nowhere else; their kernels in ``triton_names``, what
+their guards would look at in ``state_names``. ``missing()`` lists what this torch does not have.
 """
 
 from __future__ import annotations
 
-import ast
-import copy
 import dataclasses
 import importlib
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from compilecache import state_names, triton_names
+from compilecache.rewriting import rewritten
 from compilecache.torch_names import absent
 
 _PLACES = {
@@ -34,26 +32,13 @@ _PLACES = {
     "torch._dynamo.package": ["load_guards_state", "load_guard_manager"],
     "torch._functorch._aot_autograd.aot_autograd_result": ["deserialize_bundled_cache_entry"],
     "torch._inductor": ["list_mode_options"],
-    "torch._inductor.async_compile": ["CompiledTritonKernels.key"],
     "torch._inductor.output_code": ["CompiledFxGraph"],
-    "torch._inductor.runtime.cache_dir_utils": ["cache_dir", "triton_cache_dir"],
-    "torch._inductor.runtime.hints": ["DeviceProperties"],
-    "torch._inductor.runtime.runtime_utils": ["triton_hash_to_path_key"],
-    "torch._inductor.triton_bundler": [
-        "TritonBundler.collect",
-        "TritonBundler._REPLACE_BYTES",
-        "TritonKernelArtifact",
-        "TritonKernelArtifacts",
-    ],
-    "torch._C._dynamo.guards": ["GlobalStateGuard"],
-    "torch._C": ["_len_torch_function_stack", "_len_torch_dispatch_stack"],
-    "torch.nn.modules.module": ["_global_forward_hooks", "_global_forward_pre_hooks"],
 }
 
 
 def missing() -> list[str]:
-    """Names used here that this torch does not have; each as an import path."""
-    return absent(_PLACES)
+    """Names that programs need and this torch does not have; each as an import path."""
+    return [*absent(_PLACES), *triton_names.missing(), *state_names.missing()]
 
 
 # -- making ---------------------------------------------------------------------------------
@@ -112,7 +97,7 @@ def make(
         chosen = {**torch._inductor.list_mode_options(mode, False), **chosen}
     chosen["guard_filter_fn"] = note
     choice |= {"fullgraph": True, "dynamic": False, "options": chosen}
-    with config.patch(enable_aot_compile=True), _one_rank(), _binaries_only():
+    with config.patch(enable_aot_compile=True), _one_rank(), triton_names.binaries_only():
         compiled: Any = torch.compile(type(function).forward, **choice)
         made = compiled.aot_compile(((function, *args), dict(kwargs)))
     info = made.source_info()
@@ -173,78 +158,8 @@ def tuned(made: Made, loaded: Loaded, function: nn.Module) -> bytes:
     serialize = getattr(made.function._artifacts.compiled_fn, "serialize", None)
     kernels = dict(loaded.kernels)
     for graph in _graphs(serialize()) if serialize is not None else ():
-        bundle = getattr(graph, "_triton_bundle", None)
-        if bundle is not None:
-            graph._triton_bundle = _tuned_bundle(bundle, kernels)
+        triton_names.tune(graph, kernels)
     return _saved(made.function, function)
-
-
-def _tuned_bundle(bundle: Any, kernels: Mapping[str, Any]) -> Any:
-    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
-
-    device = bundle.kernel_artifacts[0].device if bundle.kernel_artifacts else 0
-    more: dict[str, Any] = {}
-    for autotuner in bundle.static_autotuners:
-        won = _winner(kernels.get(autotuner.cache_key), autotuner.kernel)
-        if won is None:
-            continue
-        bundled = [
-            r for r in autotuner.kernel.compile_results if _config(r.config) == _config(won.config)
-        ]
-        folder = triton_hash_to_path_key(won.kernel.hash)
-        artifacts = None if bundled else _artifacts_of(folder, device)
-        if not bundled and not artifacts:
-            continue  # its binary is not where Triton keeps them
-        if artifacts:
-            more[folder] = artifacts
-        autotuner.kernel.compile_results = bundled[:1] or [_unloaded(won)]
-        autotuner.kernel.inductor_meta["dynamic_scale_rblock"] = False
-    if not more:
-        return bundle
-    from torch._inductor.triton_bundler import TritonKernelArtifacts
-
-    added = [TritonKernelArtifacts(folder, device, list(found)) for folder, found in more.items()]
-    return dataclasses.replace(bundle, kernel_artifacts=[*bundle.kernel_artifacts, *added])
-
-
-def _winner(live: Any, bundled: Any) -> Any:
-    """The result that a kernel has settled on, of the kind that travels; None where there is none."""
-    launchers: Sequence[Any] = getattr(live, "launchers", ())
-    if len(launchers) != 1 or not hasattr(launchers[0], "config") or not bundled.compile_results:
-        return None
-    kind = type(bundled.compile_results[0])
-    wanted = _config(launchers[0].config)
-    found = [r for r in live.compile_results if _config(r.config) == wanted]
-    return found[0] if len(found) == 1 and type(found[0]) is kind else None
-
-
-def _unloaded(result: Any) -> Any:
-    """A compiled configuration as it was before its binary was loaded."""
-    plain = copy.copy(result)
-    plain.kernel = copy.copy(result.kernel)
-    plain.kernel.function = plain.kernel.cubin_path = plain.kernel.cubin_raw = None
-    return plain
-
-
-def _artifacts_of(folder: str, device: int) -> list[Any]:
-    """The binaries in one of Triton's folders, as a bundle holds them."""
-    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
-    from torch._inductor.triton_bundler import TritonBundler, TritonKernelArtifact
-
-    directory = Path(triton_cache_dir(device), folder)
-    found = []
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if path.name.endswith(BINARIES):
-            payload = path.read_bytes()
-            if path.name.endswith(".json"):
-                payload = payload.replace(str(directory).encode(), TritonBundler._REPLACE_BYTES)
-            found.append(TritonKernelArtifact(path.name, payload))
-    return found if any(not path.filename.endswith(".json") for path in found) else []
-
-
-def _config(config: Any) -> tuple[Any, ...]:
-    """What tells the configurations of a kernel apart."""
-    return (*sorted(config.kwargs.items()), config.num_warps, config.num_stages)
 
 
 def _guarded(entry: Any) -> Guarded:
@@ -257,34 +172,6 @@ def _guarded(entry: Any) -> Guarded:
         has_value=bool(entry.has_value),
         not_in_dict=missing_attribute,
     )
-
-
-BINARIES = (".cubin", ".json", ".hsaco", ".zebin", ".spv")
-"""What launching a Triton kernel needs; the steps on the way to it are four times as large."""
-
-
-@contextmanager
-def _binaries_only() -> Iterator[None]:
-    """Kernels are bundled without the intermediate code that Triton keeps beside them."""
-    from torch._inductor.triton_bundler import TritonBundler
-
-    collect = vars(TritonBundler)["collect"]
-
-    def collecting(cls: type[TritonBundler]) -> Any:
-        bundle, metadata = collect.__get__(None, cls)()
-        kernels = [
-            dataclasses.replace(
-                kernel, artifacts=[a for a in kernel.artifacts if a.filename.endswith(BINARIES)]
-            )
-            for kernel in bundle.kernel_artifacts
-        ]
-        return dataclasses.replace(bundle, kernel_artifacts=kernels), metadata
-
-    setattr(TritonBundler, "collect", classmethod(collecting))  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(TritonBundler, "collect", collect)  # noqa: B010
 
 
 @contextmanager
@@ -368,10 +255,10 @@ def _install() -> None:
                 # torch copies the whole entry, in case somebody wants to save it again.
                 entry.__deepcopy__ = lambda memo: entry
                 for graph in _graphs(entry):
-                    _rebase(graph)
+                    triton_names.rebase(graph)
                     if _moving.indices is not None:
                         _move_graph(graph, *_moving.indices)
-                    _moving.kernels += tuple(_launched(graph))
+                    _moving.kernels += tuple(triton_names.launched(graph))
             return original(entry, *rest, **named)
 
         deserialize._compilecache = True  # type: ignore[attr-defined]
@@ -391,65 +278,11 @@ def _unless_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 _NO_GUARDS = object()
 
 
-NAMING = (
-    r"\bcuda:",
-    r"\b_DeviceGuard\(",
-    r"\bget_raw_stream\(",
-    r"\bset_device\(",
-    r"\bDeviceProperties\(type='cuda', index=",
-    r"\btorch\.cuda\.device\(",
-    r"\bstream_?guard\(",
-    r"\bdevice\(type='cuda', index=",
-    r"\bdevice\('cuda', ",
-)
-"""What generated code writes before a device index."""
-
-_LEFT = (
-    r"\bcuda:{old}\b|\b(?:\w*[dD]evice\w*|\w*[sS]tream\w*)\(\s*{old}\s*[,)]"
-    r"|\bdevice(?:_idx|_index|_id)?\s*=\s*{old}\b|\bcuda'?\s*,\s*(?:index\s*=\s*)?{old}\b"
-)
-"""What would still name it."""
-
-
-def rewritten(source: str, old: int, new: int) -> tuple[str, int, tuple[str, ...]]:
-    """Generated code for another device index, how many names were changed, what is left over."""
-    moved, count = re.subn(rf"({'|'.join(NAMING)}){old}\b", rf"\g<1>{new}", source)
-    named = re.compile(_LEFT.format(old=old))
-    if named.search(moved) is None:
-        return moved, count, ()
-    lines = (line.strip()[:160] for line in moved.splitlines() if named.search(line))
-    return moved, count, tuple(lines)
-
-
 def _graphs(entry: Any) -> Iterator[Any]:
     """Forward and backward of a bundled entry."""
     for part in (entry.compiled_fw, entry.compiled_bw):
         if part is not None:
             yield part.result
-
-
-def _launched(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Key and object of the kernels that come ready to be launched."""
-    bundle = getattr(graph, "_triton_bundle", None)
-    for autotuner in bundle.static_autotuners if bundle is not None else ():
-        yield autotuner.cache_key, autotuner.kernel
-
-
-def _rebase(graph: Any) -> None:
-    """Lets kernels look for the winners of their tuning in this cache root, not the one of old."""
-    for _, kernel in _launched(graph):
-        if isinstance(name := getattr(kernel, "filename", None), str):
-            kernel.filename = _in_root(name)
-        tuned: Any = getattr(getattr(kernel, "save_cache_hook", None), "__self__", None)
-        local = getattr(tuned, "local_cache", None)
-        if isinstance(local, tuple) and len(local) == 2:
-            tuned.local_cache = (local[0], _in_root(local[1]))
-
-
-def _in_root(path: str) -> str:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return str(Path(cache_dir(), *Path(path).parts[-2:]))
 
 
 def _move_graph(graph: Any, old: int, new: int) -> None:
@@ -467,139 +300,10 @@ def _move_graph(graph: Any, old: int, new: int) -> None:
     graph.device_idxs = type(graph.device_idxs)(new if i == old else i for i in graph.device_idxs)
     if count:
         graph.cache_key = f"{graph.cache_key}d{new}"
-    bundle = getattr(graph, "_triton_bundle", None)
-    if bundle is not None:
-        graph._triton_bundle = _moved_bundle(bundle, _renamed_kernels(before, after), old, new)
+    triton_names.move(graph, before, after, (old, new))
 
 
-def _moved_bundle(bundle: Any, keys: Mapping[str, str], old: int, new: int) -> Any:
-    """Kernels for the other index: the binaries are the same, what launches them names it."""
-    artifacts = [
-        dataclasses.replace(kernel, device=new) if kernel.device == old else kernel
-        for kernel in bundle.kernel_artifacts
-    ]
-    launched = []
-    for autotuner in bundle.static_autotuners:
-        _move_autotuner(autotuner.kernel, old, new)
-        key = keys.get(autotuner.cache_key, autotuner.cache_key)
-        launched.append(dataclasses.replace(autotuner, cache_key=key))
-    return dataclasses.replace(bundle, kernel_artifacts=artifacts, static_autotuners=launched)
-
-
-def _renamed_kernels(before: str, after: str) -> dict[str, str]:
-    """torch's key of every Triton kernel in a generated source, before → after."""
-    from torch._inductor.async_compile import CompiledTritonKernels
-
-    pairs = zip(_kernel_sources(before), _kernel_sources(after), strict=True)
-    return {CompiledTritonKernels.key(a): CompiledTritonKernels.key(b) for a, b in pairs}
-
-
-_KERNEL = re.compile(r"async_compile\.triton\('\w+', '''(.*?)'''", re.DOTALL)
-
-
-def _kernel_sources(source: str) -> list[str]:
-    """The second argument of every ``async_compile.triton(name, source, …)``."""
-    texts: list[str] = _KERNEL.findall(source)
-    return [str(ast.literal_eval(f"'''{text}'''")) if "\\" in text else text for text in texts]
-
-
-def _move_autotuner(kernel: Any, old: int, new: int) -> None:
-    from torch._inductor.runtime.hints import DeviceProperties
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, DeviceProperties) and value.index == old:
-            return value._replace(index=new)
-        return value
-
-    kernel.device_props = moved(kernel.device_props)
-    for meta in (kernel.triton_meta, *(result.compile_meta for result in kernel.compile_results)):
-        for name, value in list(meta.items()):
-            meta[name] = new if name == "device" and value == old else moved(value)
-
-
-# -- the state of a thread --------------------------------------------------------------------
-
-
-class State:
-    """What torch's guards see of a thread: grad mode, autocast, default dtype, determinism, modes."""
-
-    def __init__(self) -> None:
-        from torch._C._dynamo.guards import GlobalStateGuard
-
-        self._guard = GlobalStateGuard()
-        self._modes = _modes()
-        self.words = state_words()
-
-    def same(self) -> bool:
-        """Whether this thread's is the same now."""
-        return bool(self._guard.check()) and _modes() == self._modes
-
-    def differences(self) -> list[str]:
-        """What differs, in words."""
-        if self.same():
-            return []
-        now = state_words()
-        changed = [f"{k} is {now[k]}, was {v}" for k, v in self.words.items() if now[k] != v]
-        return changed or [f"torch's state differs ({self._guard.reason()})"]
-
-
-def _modes() -> tuple[int, int]:
-    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
-
-
-def state_words() -> dict[str, str]:
-    """The same for people, and for comparing with another process."""
-    words = {
-        "grad mode": str(torch.is_grad_enabled()),
-        "inference mode": str(torch.is_inference_mode_enabled()),
-        "default dtype": str(torch.get_default_dtype()),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        "modes": str(_modes()),
-    }
-    for kind in ("cpu", "cuda"):
-        on = torch.is_autocast_enabled(kind)
-        words[f"autocast {kind}"] = str(torch.get_autocast_dtype(kind)) if on else "off"
-    return words
-
-
-# -- modules --------------------------------------------------------------------------------
-
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
-    """The dictionaries in which a module keeps its hooks."""
-    return tuple(vars(module)[name] for name in HOOKS)
-
-
-def global_hooks() -> tuple[dict[Any, Any], ...]:
-    """Hooks that are registered for every module of the process."""
-    from torch.nn.modules import module
-
-    names = (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
-    return tuple(getattr(module, name) for name in names)
-
-
-def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is, or was made, a wrapper for distributed training."""
-    names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}
-    wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
-    return bool(names & wrappers)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a parameter or buffer is an ordinary tensor, whatever torch calls its class."""
-    return type(tensor).__module__ == "torch.nn.parameter" and type(tensor).__name__ in (
-        "Parameter",
-        "Buffer",
-    )
+# -- imports --------------------------------------------------------------------------------
 
 
 def import_first() -> None:

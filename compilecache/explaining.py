@@ -15,8 +15,8 @@ from torch import nn
 
 from compilecache.artifact import Record
 from compilecache.cachedir import CacheDir
+from compilecache.engines.fitting import differences
 from compilecache.engines.harness import phase
-from compilecache.engines.program import differences
 from compilecache.engines.programfile import Header, program_among, read_header
 from compilecache.errors import ChecksumMismatch, PlanError, StoreUnavailable
 from compilecache.exchange import siblings

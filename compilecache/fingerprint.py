@@ -218,11 +218,11 @@ def _besides(workload: Workload, module: nn.Module) -> dict[str, str]:
 
     Whoever has hooks shares no records with those who have none.
     """
-    from compilecache import aot_names
+    from compilecache import state_names
     from compilecache.engines.trace import is_given
 
     named = list(module.named_modules())
-    hooked = [name for name, child in named if any(aot_names.hooks_of(child))]
+    hooked = [name for name, child in named if any(state_names.hooks_of(child))]
     patched = [name for name, child in named if "forward" in vars(child)]
     given = [name for name, one in workload.functions(module).items() if is_given(one)]
     found = {"hooks": hooked, "forwards": patched, "compiled": given}

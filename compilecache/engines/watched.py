@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilecache import aot_names
+from compilecache import state_names
 from compilecache.engines.conditions import ABSENT, Cells, Scope, parsed
 from compilecache.engines.programfile import Condition
 from compilecache.errors import PlanError
@@ -25,7 +25,7 @@ from compilecache.errors import PlanError
 _CONSTANT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-_INSIDE = ("_parameters", "_buffers", "_modules", *aot_names.HOOKS)
+_INSIDE = ("_parameters", "_buffers", "_modules", *state_names.HOOKS)
 
 
 _Place = tuple[dict[str, Any], str, str]
@@ -245,7 +245,7 @@ class Watch:
     """All must stay empty: hooks are not part of a program."""
     forwards: tuple[dict[str, Any], ...]
     """Dictionaries of the modules: none may get a ``forward`` of its own."""
-    state: aot_names.State
+    state: state_names.State
     """Autocast, default dtype and the like."""
 
     def holds(self) -> bool:
@@ -278,7 +278,7 @@ class Watch:
 
 
 def watch_of(
-    module: nn.Module, conditions: Sequence[Condition], scope: Scope, state: aot_names.State
+    module: nn.Module, conditions: Sequence[Condition], scope: Scope, state: state_names.State
 ) -> Watch:
     """What to look at from now on, taken as it is."""
     found = _Found()
@@ -291,7 +291,7 @@ def watch_of(
         for child in children
         for key, inner in child._modules.items()
     ]
-    hooks = [held for child in children for held in aot_names.hooks_of(child)]
+    hooks = [held for child in children for held in state_names.hooks_of(child)]
     found.containers += [(child._modules, f"a {type(child).__name__}") for child in children]
     return Watch(
         LiveTensors(module, found.tensors),
@@ -299,7 +299,7 @@ def watch_of(
         Slots(found.constants),
         Getters(found.others),
         Sizes(found.containers),
-        (*hooks, *aot_names.global_hooks()),
+        (*hooks, *state_names.global_hooks()),
         tuple(vars(child) for child in children),
         state,
     )
@@ -376,17 +376,17 @@ def refuse_unwatchable(module: nn.Module) -> None:
 def _unwatchable(module: nn.Module) -> str | None:
     for name, child in module.named_modules():
         where = f"'{name}' ({type(child).__name__})" if name else type(child).__name__
-        if any(aot_names.hooks_of(child)):
+        if any(state_names.hooks_of(child)):
             return f"{where} has hooks, which are not part of a program"
         if "forward" in vars(child):
             return f"{where} has a forward of its own, beside that of its class"
-        if aot_names.is_wrapper(child):
+        if state_names.is_wrapper(child):
             return f"{where} is a wrapper for distributed training"
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if type(tensor) not in (Tensor, nn.Parameter) and not aot_names.is_plain(tensor):
+        if type(tensor) not in (Tensor, nn.Parameter) and not state_names.is_plain(tensor):
             return f"'{name}' is a {type(tensor).__name__}"
         if tensor.layout is not torch.strided:
             return f"'{name}' is a tensor of layout {tensor.layout}"
-    if any(aot_names.global_hooks()):
+    if any(state_names.global_hooks()):
         return "hooks for all modules are registered"
     return None

@@ -13,7 +13,7 @@ import pytest
 import torch
 from programmed import Nested, Scaled, rows
 
-from compilecache import aot_names
+from compilecache import triton_names
 from compilecache.engines import canary, dispatch, watched
 from compilecache.engines.callkey import CallKey, Undescribed, apart
 from compilecache.engines.conditions import Scope, described_value, unmet
@@ -28,6 +28,7 @@ from compilecache.engines.programfile import (
     write_program,
 )
 from compilecache.errors import ChecksumMismatch
+from compilecache.rewriting import kernel_sources, rewritten
 from compilecache.shapes import InputSpec
 from compilecache.sources import file_digest
 
@@ -275,7 +276,7 @@ def call(args):
 
 def test_every_name_of_the_old_index_is_rewritten() -> None:
     """And a line that still names it is told."""
-    source, count, left = aot_names.rewritten(GENERATED, 0, 3)
+    source, count, left = rewritten(GENERATED, 0, 3)
     assert count == 6
     assert "_DeviceGuard(3)" in source
     assert "get_raw_stream(3)" in source
@@ -297,17 +298,17 @@ def test_every_name_of_the_old_index_is_rewritten() -> None:
 )
 def test_other_ways_to_name_an_index_are_not_overlooked(line: str) -> None:
     """Rewritten, or told."""
-    _, count, left = aot_names.rewritten(line, 0, 1)
+    _, count, left = rewritten(line, 0, 1)
     assert count == 1 or left == (line,)
-    assert aot_names.rewritten(line, 1, 0)[1:] == (0, ())
+    assert rewritten(line, 1, 0)[1:] == (0, ())
 
 
 def test_rewriting_back_gives_what_was() -> None:
     """Both ways, and for indices of two digits."""
     clean = "\n".join(GENERATED.splitlines()[:-1])
-    there = aot_names.rewritten(clean, 0, 12)[0]
-    assert aot_names.rewritten(there, 12, 0)[0] == clean
-    assert aot_names.rewritten(there, 1, 0)[1] == 0
+    there = rewritten(clean, 0, 12)[0]
+    assert rewritten(there, 12, 0)[0] == clean
+    assert rewritten(there, 1, 0)[1] == 0
 
 
 def test_a_bundle_is_moved_with_its_launchers() -> None:
@@ -319,7 +320,7 @@ def test_a_bundle_is_moved_with_its_launchers() -> None:
         compile_results=[SimpleNamespace(compile_meta={"device": 0, "device_type": "cuda"})],
     )
     bundle = _Bundle((_Kernel(0), _Kernel(5)), (_Autotuner("old", kernel), _Autotuner("x", kernel)))
-    moved = aot_names._moved_bundle(bundle, {"old": "new"}, 0, 1)
+    moved = triton_names.moved_bundle(bundle, {"old": "new"}, 0, 1)
     assert [one.device for one in moved.kernel_artifacts] == [1, 5]
     assert [one.cache_key for one in moved.static_autotuners] == ["new", "x"]
     assert kernel.device_props.index == kernel.triton_meta["device"].index == 1
@@ -328,16 +329,12 @@ def test_a_bundle_is_moved_with_its_launchers() -> None:
 
 def test_kernels_are_found_by_the_source_that_torch_hashes() -> None:
     """As Python would read it, escapes and all."""
-    after = aot_names.rewritten(GENERATED, 0, 1)[0]
-    (before_key,), (after_key,) = (
-        [aot_names._kernel_sources(text)[0]] for text in (GENERATED, after)
-    )
+    after = rewritten(GENERATED, 0, 1)[0]
+    (before_key,), (after_key,) = ([kernel_sources(text)[0]] for text in (GENERATED, after))
     assert "index=0" in before_key
     assert "index=1" in after_key
-    assert len(aot_names._renamed_kernels(GENERATED, after)) == 1
-    assert aot_names._kernel_sources(
-        "async_compile.triton('k', '''a\\nb''', device_str='cuda')"
-    ) == ["a\nb"]
+    assert len(triton_names.renamed_kernels(GENERATED, after)) == 1
+    assert kernel_sources("async_compile.triton('k', '''a\\nb''', device_str='cuda')") == ["a\nb"]
 
 
 @dataclass(frozen=True)
@@ -384,7 +381,7 @@ def test_kernels_travel_in_the_configuration_that_won(
     live = {"one": _live(8, 4, 8), "new": _live(2, 4, 2), "gone": _live(1, 4, 1)}
     live["open"] = SimpleNamespace(launchers=[1, 2], compile_results=[])
     bundle = TritonBundle([TritonKernelArtifacts("k", 0, [])], tuners)
-    found = aot_names._tuned_bundle(bundle, live)
+    found = triton_names.tuned_bundle(bundle, live)
     blocks = [[r.config.kwargs["RBLOCK"] for r in t.kernel.compile_results] for t in tuners]
     assert blocks == [[8], [2], [4], [4, 8]]
     settled = [t.kernel.inductor_meta.get("dynamic_scale_rblock") for t in tuners]

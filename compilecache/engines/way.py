@@ -1,0 +1,289 @@
+"""One way to the program of one target: from a file of the root, or by compiling it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from compilecache import aot_names, state_names
+from compilecache.engines import canary, dispatch
+from compilecache.engines.beside import without_collecting
+from compilecache.engines.conditions import Scope, conditions_of
+from compilecache.engines.dispatch import Dispatcher, NoProgram, Program
+from compilecache.engines.fitting import differences, hardware, source_digests, torch_build
+from compilecache.engines.harness import Harness, Run, first_line, peak
+from compilecache.engines.programfile import FOLDER, Header, read_program, sealed, write_program
+from compilecache.engines.watched import tensors_digest, watch_of
+from compilecache.errors import ChecksumMismatch, CompileFailed, FingerprintMismatch
+from compilecache.shapes import CompileTarget
+
+logger = logging.getLogger("compilecache")
+
+TUNED = (".best_config",)
+"""Which of several compiled kernels was fastest: a rewritten program tunes a few of them anew."""
+
+NOT_PACKED = ("fxgraph/", "aotautograd/", f"{FOLDER}/")
+"""What a program needs none of: it holds its graphs itself."""
+
+GiveUp = Callable[[CompileTarget, str], None]
+"""With the reason."""
+
+Looked = dict[tuple[int, str], dict[str, str | None]]
+"""By module and phase: what conditions found there."""
+
+
+@dataclass(slots=True)
+class Way:
+    """One way to the program of one target: from a file of the root, or by compiling it."""
+
+    harness: Harness
+    """How the target is run."""
+    give_up: GiveUp
+    """Hears of a function that can be no program at all."""
+    looked: Looked
+    words: str
+    """What it means when it leads nowhere."""
+    known: bool = False
+    """Whether the file belongs to a record of this very target, so that its canary has passed."""
+    path: str | None = None
+    """The program's file below the root; None to compile it."""
+    files: Collection[str] = ()
+    """Of the record that the file belongs to."""
+    header: Header | None = None
+    data: bytes = b""
+    reading: float = 0.0
+    """Seconds that reading the file took."""
+    made: aot_names.Made | None = None
+    loaded: aot_names.Loaded | None = None
+    program: Program | None = None
+    inputs: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Tensors that the call was made with, and how often each had been written to."""
+
+    def run(self, target: CompileTarget, module: nn.Module) -> Run:
+        """Raises NoProgram with the reason when this way leads to none."""
+        harness = self.harness
+        dispatcher = dispatch.of(harness.function(target, module))
+        if dispatcher is None:
+            raise NoProgram("something else is installed where calls of the module begin")
+        began = time.perf_counter()
+        if self.path is not None:
+            self.header, self.data = self._read(target)
+        self.reading = time.perf_counter() - began
+        before = dict(dispatcher.table)
+        try:
+            with nullcontext() if self.path is None else without_collecting():
+                return self._measured(target, module, dispatcher)
+        except NoProgram:
+            dispatcher.table = before
+            raise
+        except CompileFailed as error:
+            dispatcher.table = before
+            if isinstance(error.__cause__, NoProgram):
+                raise error.__cause__ from error.__cause__.__cause__
+            if self.program is None:
+                raise  # the step itself fails
+            raise NoProgram(first_line(error.__cause__ or error)) from error
+
+    def _read(self, target: CompileTarget) -> tuple[Header, bytes]:
+        assert self.path is not None
+        try:
+            header, data = read_program(self.harness.cache.root / self.path)
+        except (ChecksumMismatch, OSError) as error:
+            problem = error.problem if isinstance(error, ChecksumMismatch) else str(error)
+            raise NoProgram(problem) from error
+        if header.spec != target.spec:
+            raise NoProgram(f"'{self.path}' is the program of '{header.spec}'")
+        return header, data
+
+    def _measured(self, target: CompileTarget, module: nn.Module, dispatcher: Dispatcher) -> Run:
+        harness = self.harness
+        with harness.observed(target, module, expect_warm=self.path is not None) as seen:
+            dispatcher.provide, dispatcher.served = self._provider(target, dispatcher.function), 0
+            try:
+                first, last = harness.settle(target, module)
+                seen.seconds = first + self.reading, last
+            finally:
+                dispatcher.provide = None
+            seen.peak = peak(torch.device(target.device))
+            if self.program is None and not dispatcher.served:
+                raise NoProgram("its step never calls the function")
+            if self.program is not None:
+                self._prove(target, module, self.program)
+        if self.program is None:  # a program of an earlier warm-up served it
+            return Run(harness.evidence(seen, set()), frozenset(), engine="program")
+        assert self.header is not None
+        ours = (f"{FOLDER}/",) if self.path is None or self.known else (f"{FOLDER}/", *TUNED)
+        foreign = {path for path in harness.foreign(seen) if not _is(path, ours)}
+        evidence = harness.evidence(seen, foreign, found=int(self.path is not None))
+        kept = {path for path in harness.needed(seen) if not path.startswith(NOT_PACKED)}
+        if self.path is None:
+            self._keep_winners(dispatcher.function)
+            path = write_program(harness.cache.root, self.header, self.data)
+            return Run(evidence, frozenset({path, *kept}), engine="program")
+        origin = self.header.device if self._moves(target) else None
+        return Run(evidence, frozenset({*self.files, *kept}), engine="program", origin=origin)
+
+    def _keep_winners(self, function: nn.Module) -> None:
+        """What the runs have settled is settled for whoever loads the program."""
+        assert self.header is not None
+        assert self.made is not None
+        if self.loaded is None or not self.loaded.kernels:
+            return
+        try:
+            self.data = aot_names.tuned(self.made, self.loaded, function)
+        except Exception as error:  # of torch's own; the program is as good, only slower to load
+            logger.warning("compilecache: a program keeps untuned kernels: %s", first_line(error))
+            return
+        self.header = self.header.model_copy(update=dict(sealed(self.data)))
+
+    def _moves(self, target: CompileTarget) -> bool:
+        return self.header is not None and self.header.device != target.device
+
+    # -- the program of the step's call -----------------------------------------------------------
+
+    def _provider(self, target: CompileTarget, function: nn.Module) -> dispatch.Provide:
+        def provide(
+            args: tuple[object, ...], kwargs: Mapping[str, object], key: Hashable
+        ) -> Program:
+            if self.program is not None:
+                raise NoProgram("its step calls the function in more than one way")
+            if self.path is None:
+                self.inputs = [(t, t._version) for t in _tensors([args, kwargs])]
+                self.made, self.header = self._make(target, function, args, kwargs)
+                self.data = self.made.data
+            self.program = self._load(target, function)
+            return self.program
+
+        return provide
+
+    def _make(
+        self,
+        target: CompileTarget,
+        function: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> tuple[aot_names.Made, Header]:
+        try:
+            made = aot_names.make(function, args, kwargs, self.harness.options)
+        except Exception as error:  # whatever torch raises: it is no full graph, or cannot be saved
+            reason = first_line(error)
+            self.give_up(target, reason)
+            raise NoProgram(reason) from error
+        scope = Scope(function, made.imports)
+        conditions = conditions_of(made.guards, scope)
+        unchecked = [c.source for c in conditions if scope.now(c.source) is None]
+        header = Header(
+            spec=target.spec,
+            device=target.device,
+            hardware=hardware(torch.device(target.device)),
+            torch=torch_build(),
+            parameters=tensors_digest(function),
+            sources=source_digests(made.sources),
+            imports=dict(made.imports),
+            state=state_names.state_words(),
+            conditions=tuple(c for c in conditions if c.source not in unchecked),
+            unchecked=tuple(unchecked),
+            reference=None,
+            **sealed(made.data),
+        )
+        return made, header
+
+    def _load(self, target: CompileTarget, function: nn.Module) -> Program:
+        header = self.header
+        assert header is not None
+        self._check(header, target, function)
+        indices = None
+        if self._moves(target):
+            indices = torch.device(header.device).index, torch.device(target.device).index
+        try:
+            self.loaded = loaded = aot_names.load(self.data, function, header.imports, indices)
+        except Exception as error:  # whatever torch raises for what it cannot take
+            raise NoProgram(first_line(error)) from error
+        if loaded.left:
+            raise NoProgram(f"a line of it still names {header.device}: {loaded.left[0]}")
+        watch = watch_of(
+            function, header.conditions, Scope(function, header.imports), state_names.State()
+        )
+        return Program(loaded.call, watch)
+
+    def _check(self, header: Header, target: CompileTarget, function: nn.Module) -> None:
+        """Raises NoProgram caused by FingerprintMismatch for a program of something else."""
+        looked = self.looked[id(function), header.spec.phase]
+        changed = differences(header, target, function, looked)
+        if not changed:
+            return
+        name, (then, now) = next(iter(changed.items()))
+        more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+        mismatch = FingerprintMismatch(
+            f"the program of '{target}' was compiled with {name} = {then}, here it is {now}{more}",
+            next_step="A start without strict compiles and publishes it anew; if two versions are "
+            "in use, let the workload's config() hold what differs",
+            changed=changed,
+        )
+        raise NoProgram(f"FingerprintMismatch: {mismatch.problem}") from mismatch
+
+    # -- proof ------------------------------------------------------------------------------------
+
+    def _prove(self, target: CompileTarget, module: nn.Module, program: Program) -> None:
+        """Refuses what a program cannot hold, and on another device what it does not compute alike."""
+        assert self.header is not None
+        if any(tensor._version != version for tensor, version in self.inputs):
+            reason = "its forward changes its inputs in place"
+            self.give_up(target, reason)
+            raise NoProgram(reason)
+        self.inputs = []
+        if torch.device(target.device).type != "cuda":
+            return
+        if self.path is None:
+            reference = self._reference(target, module, program)
+            self.header = self.header.model_copy(update={"reference": reference})
+        elif self._moves(target) and not self.known:
+            self._canary(target, module, program, self.header)
+
+    def _reference(
+        self, target: CompileTarget, module: nn.Module, program: Program
+    ) -> canary.Reference | None:
+        try:
+            return canary.reference(self.harness.workload, target, module, program)
+        except (RuntimeError, ValueError):  # no memory for a copy, or numbers out of range
+            return None
+
+    def _canary(
+        self, target: CompileTarget, module: nn.Module, program: Program, header: Header
+    ) -> None:
+        if header.reference is None:
+            raise NoProgram(
+                f"it was compiled on {header.device} without a reference to compare with"
+            )
+        mine = self._reference(target, module, program)
+        if mine is None:
+            raise NoProgram("the canary could not run")
+        name, difference = canary.difference(mine, header.reference)
+        allowed = canary.tolerance(target.spec.dtype)
+        if difference > allowed:
+            raise NoProgram(
+                f"the canary failed: {name} differs by {difference:.2g} of its norm from "
+                f"{header.device}, {allowed:g} is allowed"
+            )
+
+
+def _is(path: str, kinds: tuple[str, ...]) -> bool:
+    """Whether a file lies in one of these folders, or ends so."""
+    return path.startswith(kinds) or path.endswith(kinds)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if not value.is_inference():
+            yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

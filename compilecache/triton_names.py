@@ -1,0 +1,221 @@
+"""Every private name of torch about the Triton kernels that a compiled graph carries, each behind a probe.
+
+A graph's bundle holds the binaries of its kernels, and the objects that launch them. ``missing()`` lists
+what this torch does not have.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from compilecache.rewriting import kernel_sources
+from compilecache.torch_names import absent
+
+_PLACES = {
+    "torch._inductor.async_compile": ["CompiledTritonKernels.key"],
+    "torch._inductor.runtime.cache_dir_utils": ["cache_dir", "triton_cache_dir"],
+    "torch._inductor.runtime.hints": ["DeviceProperties"],
+    "torch._inductor.runtime.runtime_utils": ["triton_hash_to_path_key"],
+    "torch._inductor.triton_bundler": [
+        "TritonBundler.collect",
+        "TritonBundler._REPLACE_BYTES",
+        "TritonKernelArtifact",
+        "TritonKernelArtifacts",
+    ],
+}
+
+
+def missing() -> list[str]:
+    """Names used here that this torch does not have; each as an import path."""
+    return absent(_PLACES)
+
+
+def launched(graph: Any) -> Iterator[tuple[str, Any]]:
+    """Key and object of the kernels that come ready to be launched."""
+    bundle = getattr(graph, "_triton_bundle", None)
+    for autotuner in bundle.static_autotuners if bundle is not None else ():
+        yield autotuner.cache_key, autotuner.kernel
+
+
+# -- what is bundled ------------------------------------------------------------------------
+
+
+BINARIES = (".cubin", ".json", ".hsaco", ".zebin", ".spv")
+"""What launching a Triton kernel needs; the steps on the way to it are four times as large."""
+
+
+@contextmanager
+def binaries_only() -> Iterator[None]:
+    """Kernels are bundled without the intermediate code that Triton keeps beside them."""
+    from torch._inductor.triton_bundler import TritonBundler
+
+    collect = vars(TritonBundler)["collect"]
+
+    def collecting(cls: type[TritonBundler]) -> Any:
+        bundle, metadata = collect.__get__(None, cls)()
+        kernels = [
+            dataclasses.replace(
+                kernel, artifacts=[a for a in kernel.artifacts if a.filename.endswith(BINARIES)]
+            )
+            for kernel in bundle.kernel_artifacts
+        ]
+        return dataclasses.replace(bundle, kernel_artifacts=kernels), metadata
+
+    setattr(TritonBundler, "collect", classmethod(collecting))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(TritonBundler, "collect", collect)  # noqa: B010
+
+
+# -- what was tuned -------------------------------------------------------------------------
+
+
+def tune(graph: Any, kernels: Mapping[str, Any]) -> None:
+    """Leaves each of a graph's kernels in the one configuration that won where it has run.
+
+    ``kernels``: torch's key of a kernel → its object in this process.
+    """
+    bundle = getattr(graph, "_triton_bundle", None)
+    if bundle is not None:
+        graph._triton_bundle = tuned_bundle(bundle, kernels)
+
+
+def tuned_bundle(bundle: Any, kernels: Mapping[str, Any]) -> Any:
+    """A bundle of the winners, with the binaries of those that torch compiled after it."""
+    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
+
+    device = bundle.kernel_artifacts[0].device if bundle.kernel_artifacts else 0
+    more: dict[str, Any] = {}
+    for autotuner in bundle.static_autotuners:
+        won = _winner(kernels.get(autotuner.cache_key), autotuner.kernel)
+        if won is None:
+            continue
+        bundled = [
+            r for r in autotuner.kernel.compile_results if _config(r.config) == _config(won.config)
+        ]
+        folder = triton_hash_to_path_key(won.kernel.hash)
+        artifacts = None if bundled else _artifacts_of(folder, device)
+        if not bundled and not artifacts:
+            continue  # its binary is not where Triton keeps them
+        if artifacts:
+            more[folder] = artifacts
+        autotuner.kernel.compile_results = bundled[:1] or [_unloaded(won)]
+        autotuner.kernel.inductor_meta["dynamic_scale_rblock"] = False
+    if not more:
+        return bundle
+    from torch._inductor.triton_bundler import TritonKernelArtifacts
+
+    added = [TritonKernelArtifacts(folder, device, list(found)) for folder, found in more.items()]
+    return dataclasses.replace(bundle, kernel_artifacts=[*bundle.kernel_artifacts, *added])
+
+
+def _winner(live: Any, bundled: Any) -> Any:
+    """The result that a kernel has settled on, of the kind that travels; None where there is none."""
+    launchers: Sequence[Any] = getattr(live, "launchers", ())
+    if len(launchers) != 1 or not hasattr(launchers[0], "config") or not bundled.compile_results:
+        return None
+    kind = type(bundled.compile_results[0])
+    wanted = _config(launchers[0].config)
+    found = [r for r in live.compile_results if _config(r.config) == wanted]
+    return found[0] if len(found) == 1 and type(found[0]) is kind else None
+
+
+def _unloaded(result: Any) -> Any:
+    """A compiled configuration as it was before its binary was loaded."""
+    plain = copy.copy(result)
+    plain.kernel = copy.copy(result.kernel)
+    plain.kernel.function = plain.kernel.cubin_path = plain.kernel.cubin_raw = None
+    return plain
+
+
+def _artifacts_of(folder: str, device: int) -> list[Any]:
+    """The binaries in one of Triton's folders, as a bundle holds them."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    from torch._inductor.triton_bundler import TritonBundler, TritonKernelArtifact
+
+    directory = Path(triton_cache_dir(device), folder)
+    found = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.name.endswith(BINARIES):
+            payload = path.read_bytes()
+            if path.name.endswith(".json"):
+                payload = payload.replace(str(directory).encode(), TritonBundler._REPLACE_BYTES)
+            found.append(TritonKernelArtifact(path.name, payload))
+    return found if any(not path.filename.endswith(".json") for path in found) else []
+
+
+def _config(config: Any) -> tuple[Any, ...]:
+    """What tells the configurations of a kernel apart."""
+    return (*sorted(config.kwargs.items()), config.num_warps, config.num_stages)
+
+
+# -- where it is used -----------------------------------------------------------------------
+
+
+def rebase(graph: Any) -> None:
+    """Lets kernels look for the winners of their tuning in this cache root, not the one of old."""
+    for _, kernel in launched(graph):
+        if isinstance(name := getattr(kernel, "filename", None), str):
+            kernel.filename = _in_root(name)
+        tuned: Any = getattr(getattr(kernel, "save_cache_hook", None), "__self__", None)
+        local = getattr(tuned, "local_cache", None)
+        if isinstance(local, tuple) and len(local) == 2:
+            tuned.local_cache = (local[0], _in_root(local[1]))
+
+
+def _in_root(path: str) -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(Path(cache_dir(), *Path(path).parts[-2:]))
+
+
+def move(graph: Any, before: str, after: str, indices: tuple[int, int]) -> None:
+    """Lets a graph's kernels run on another device index.
+
+    ``before``, ``after``: its generated code; ``indices``: (compiled on, to be used on).
+    """
+    bundle = getattr(graph, "_triton_bundle", None)
+    if bundle is not None:
+        graph._triton_bundle = moved_bundle(bundle, renamed_kernels(before, after), *indices)
+
+
+def moved_bundle(bundle: Any, keys: Mapping[str, str], old: int, new: int) -> Any:
+    """Kernels for the other index: the binaries are the same, what launches them names it."""
+    artifacts = [
+        dataclasses.replace(kernel, device=new) if kernel.device == old else kernel
+        for kernel in bundle.kernel_artifacts
+    ]
+    autotuners = []
+    for autotuner in bundle.static_autotuners:
+        _move_autotuner(autotuner.kernel, old, new)
+        key = keys.get(autotuner.cache_key, autotuner.cache_key)
+        autotuners.append(dataclasses.replace(autotuner, cache_key=key))
+    return dataclasses.replace(bundle, kernel_artifacts=artifacts, static_autotuners=autotuners)
+
+
+def renamed_kernels(before: str, after: str) -> dict[str, str]:
+    """torch's key of every Triton kernel in a generated source, before → after."""
+    from torch._inductor.async_compile import CompiledTritonKernels
+
+    pairs = zip(kernel_sources(before), kernel_sources(after), strict=True)
+    return {CompiledTritonKernels.key(a): CompiledTritonKernels.key(b) for a, b in pairs}
+
+
+def _move_autotuner(kernel: Any, old: int, new: int) -> None:
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, DeviceProperties) and value.index == old:
+            return value._replace(index=new)
+        return value
+
+    kernel.device_props = moved(kernel.device_props)
+    for meta in (kernel.triton_meta, *(result.compile_meta for result in kernel.compile_results)):
+        for name, value in list(meta.items()):
+            meta[name] = new if name == "device" and value == old else moved(value)
