@@ -14,6 +14,7 @@ from compilecache.errors import ChecksumMismatch, PlanError, UnsafePath
 from compilecache.fetch import SPARE_BYTES
 from compilecache.fingerprint import Fingerprint
 from compilecache.holdings import FINGERPRINT, Holding, Place, Surveyor, named, old_probes
+from compilecache.keeping import DAY
 from compilecache.pack import unpack
 from compilecache.records import VERSION
 from compilecache.signing import SIGNATURE_BYTES
@@ -92,7 +93,7 @@ def inspect_store(
     store: ArtifactStore,
     *,
     deep: bool = False,
-    grace: float = 86400.0,
+    grace: float = DAY,
     tell: Teller = lambda text: None,
 ) -> Inspection:
     """Looks at every record and pack. ``deep``: downloads each pack and checks every digest.

@@ -12,35 +12,24 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from compilecache.holdings import Holding, Surveyor, old_probes, order, place_of
+from compilecache.keeping import STORE_BYTES, STORE_FINGERPRINTS, Keep
 from compilecache.records import VERSION
 from compilecache.storage import Stored
 from compilecache.store import ArtifactStore
 from compilecache.sweeps import FOLDER as SWEEPS
 from compilecache.sweeps import Sweep, SweepExpired
 
-DAY = 86400.0
 Why = Literal["superseded", "age", "count", "bytes"]
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How much a store keeps."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention(Keep):
+    """How much a store keeps. A fingerprint is as old as its youngest record."""
 
-    keep_days: float = 90.0
-    """A fingerprint goes when its youngest record is older."""
-    keep_bytes: int = 100 * 10**9
+    keep_bytes: int = STORE_BYTES
     """All fingerprints together, the most recently published ones first."""
-    keep_fingerprints: int = 100
+    keep_fingerprints: int = STORE_FINGERPRINTS
     """How many, the most recently published ones first."""
-    grace_hours: float = 24.0
-    """What is younger is never touched; nor is a fingerprint with a claim that is younger."""
-    keep: tuple[str, ...] = ()
-    """Fingerprints, or how they begin, that never go as a whole."""
-
-    @property
-    def grace(self) -> float:
-        """Seconds."""
-        return self.grace_hours * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +80,7 @@ def untouchable(holding: Holding, now: float, rule: Retention) -> str | None:
 
 def may_go_whole(holding: Holding, now: float, rule: Retention) -> bool:
     """Whether a fingerprint is old enough, unclaimed, and nobody asked to keep it."""
-    asked = holding.fingerprint.startswith(rule.keep) if rule.keep else False
+    asked = rule.asked_for(holding.fingerprint)
     old = holding.touched() <= now - rule.grace
     return old and not asked and untouchable(holding, now, rule) is None
 
@@ -103,7 +92,7 @@ def choose(holdings: Iterable[Holding], now: float, rule: Retention) -> dict[str
     for holding in sorted(holdings, key=lambda h: (-h.youngest_record, h.fingerprint)):
         left = holding.bytes - _weight(holding, spare(holding, now, rule))
         why: Why | None = None
-        if holding.youngest_record <= now - rule.keep_days * DAY:
+        if holding.youngest_record <= now - rule.longest:
             why = "age"
         elif kept >= rule.keep_fingerprints:
             why = "count"

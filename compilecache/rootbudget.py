@@ -20,10 +20,10 @@ from compilecache.cachedir import ENTRIES_LAST, OWN, CacheDir
 from compilecache.contents import TRANSIENT
 from compilecache.engines.programfile import FOLDER as PROGRAMS
 from compilecache.errors import ChecksumMismatch, UnsafePath
+from compilecache.keeping import ROOT_BYTES, ROOT_FILES, Keep
 from compilecache.kernels import FOLDER as KERNELS
 from compilecache.kernels import kernel_folder
 
-DAY = 86400.0
 GOING = ".going"
 """A record on its way out has this suffix, for a moment."""
 Kind = Literal["damaged", "unfinished", "programs", "unlisted", "records"]
@@ -31,25 +31,14 @@ KINDS: tuple[Kind, ...] = ("damaged", "unfinished", "programs", "unlisted", "rec
 """In the order in which they go."""
 
 
-@dataclass(frozen=True, slots=True)
-class RootBudget:
-    """How much a cache root keeps."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootBudget(Keep):
+    """How much a cache root keeps. Files that were moved aside go by their age, too."""
 
-    keep_bytes: int = 20 * 10**9
+    keep_bytes: int = ROOT_BYTES
     """Of all files together; what is over goes."""
-    keep_files: int = 200_000
+    keep_files: int = ROOT_FILES
     """How many."""
-    keep_days: float = 90.0
-    """Files that were moved aside go when they are older; records of fingerprints unused for longer."""
-    grace_hours: float = 24.0
-    """What was used within it never goes."""
-    keep: tuple[str, ...] = ()
-    """Fingerprints, or how they begin, whose records never go."""
-
-    @property
-    def grace(self) -> float:
-        """Seconds."""
-        return self.grace_hours * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +144,7 @@ class _Look:
 
     def run(self) -> Trim:
         """Decides, and removes what goes."""
-        self._take("damaged", "", self._old(self._damaged, self._budget.keep_days * DAY))
+        self._take("damaged", "", self._old(self._damaged, self._budget.longest))
         self._take("unfinished", "", self._unfinished())
         self._take("programs", "", self._old(self._unnamed_programs(), self._budget.grace))
         self._drop_incomplete()
@@ -236,7 +225,7 @@ class _Look:
     def _stays(self, kept: _Kept) -> bool:
         """In use, or nowhere else, or asked for."""
         young = kept.used > self._now - self._budget.grace
-        asked = bool(self._budget.keep) and kept.fingerprint.startswith(self._budget.keep)
+        asked = self._budget.asked_for(kept.fingerprint)
         return young or kept.unpublished or asked
 
     def _drop_incomplete(self) -> None:
@@ -252,7 +241,7 @@ class _Look:
             used[kept.fingerprint] = max(kept.used, used.get(kept.fingerprint, 0.0))
         for fingerprint in sorted(used, key=lambda name: used[name]):
             group = [kept for kept in self._records if kept.fingerprint == fingerprint]
-            old = used[fingerprint] <= self._now - self._budget.keep_days * DAY
+            old = used[fingerprint] <= self._now - self._budget.longest
             if (self._over() or old) and not any(map(self._stays, group)):
                 self._drop(fingerprint, group)
 

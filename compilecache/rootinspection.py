@@ -13,10 +13,11 @@ from compilecache.cachedir import OWN, CacheDir
 from compilecache.contents import TRANSIENT
 from compilecache.errors import ChecksumMismatch, UnsafePath
 from compilecache.inspection import Finding, Inspection
+from compilecache.keeping import DAY
 from compilecache.remains import unfinished
 
 
-def inspect_root(cache: CacheDir, *, deep: bool = False, grace: float = 86400.0) -> Inspection:
+def inspect_root(cache: CacheDir, *, deep: bool = False, grace: float = DAY) -> Inspection:
     """Looks at every record of a root and its files. ``deep``: reads them and checks every digest."""
     done = Inspection(str(cache.root), deep=deep)
     folder = cache.root / OWN / "records"

@@ -37,14 +37,7 @@ SHOWN = 40
     help="Add what is missing: damaged targets from a root that has them whole, files of a root "
     "from the store, with PLAN its fingerprint.json.",
 )
-@click.option(
-    "--grace-hours",
-    type=click.FloatRange(min=0),
-    default=24.0,
-    show_default=True,
-    metavar="HOURS",
-    help="What is younger may not be finished yet, and is no finding.",
-)
+@common.grace_option("What is younger may not be finished yet, and is no finding.")
 @common.with_options(common.device_option, *common.workload_options, common.lock_option)
 @common.json_option
 def fsck(

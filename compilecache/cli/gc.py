@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from compilecache.cli import options as common
+from compilecache.keeping import KEEP_DAYS, ROOT_BYTES, ROOT_FILES, STORE_BYTES, STORE_FINGERPRINTS
 
 if TYPE_CHECKING:
     from compilecache.retention import Collection
     from compilecache.rootbudget import Trim
 
-STORE_BYTES = 100 * 10**9
-ROOT_BYTES = 20 * 10**9
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -40,7 +40,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> in
 @click.option(
     "--keep-days",
     type=click.FloatRange(min=0),
-    default=90.0,
+    default=KEEP_DAYS,
     show_default=True,
     metavar="DAYS",
     help="Fingerprints of which nothing was published (root: used) for longer go.",
@@ -49,12 +49,13 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> in
     "--keep-bytes",
     callback=_size,
     metavar="SIZE",
-    help="Most bytes that stay: 500MB, 1TB.  [default: 100GB in a store, 20GB in a root]",
+    help=f"Most bytes that stay: 500MB, 1TB.  [default: {STORE_BYTES // 10**9}GB in a store, "
+    f"{ROOT_BYTES // 10**9}GB in a root]",
 )
 @click.option(
     "--keep-fingerprints",
     type=click.IntRange(min=0),
-    default=100,
+    default=STORE_FINGERPRINTS,
     show_default=True,
     metavar="N",
     help="Most fingerprints that stay in a store, the latest ones.",
@@ -62,7 +63,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> in
 @click.option(
     "--keep-files",
     type=click.IntRange(min=0),
-    default=200_000,
+    default=ROOT_FILES,
     show_default=True,
     metavar="N",
     help="Most files that stay in a root.",
@@ -73,14 +74,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> in
     metavar="FINGERPRINT",
     help="Never let this one go; its first digits are enough. Repeatable.",
 )
-@click.option(
-    "--grace-hours",
-    type=click.FloatRange(min=0),
-    default=24.0,
-    show_default=True,
-    metavar="HOURS",
-    help="What is younger, claimed or used within it stays.",
-)
+@common.grace_option("What is younger, claimed or used within it stays.")
 @click.option("--yes", is_flag=True, help="Do it. Without, it is only said what would go.")
 @common.lock_option
 @common.json_option
@@ -107,40 +101,16 @@ def gc(
     longest ago. What is claimed, young or in use stays.
     """
     sides = common.chosen_sides(local, remote, store, root)
+    rule: dict[str, Any] = {"keep_days": keep_days, "grace_hours": grace_hours, "keep": keep}
+    if keep_bytes is not None:
+        rule["keep_bytes"] = keep_bytes
     collection = trim = None
     if sides.remote:
-        from compilecache.retention import Collector, Retention
-
-        opened = common.open_store(store)
-        if opened is None:
-            raise click.UsageError("--store none holds nothing to collect")
-        bytes_kept = STORE_BYTES if keep_bytes is None else keep_bytes
-        rule = Retention(keep_days, bytes_kept, keep_fingerprints, grace_hours, keep)
-        collector = Collector(opened, rule)
-        now = time.time()
-        collection = collector.collect(now, common.tell) if yes else collector.plan(now)
+        collection = _collect(store, rule | {"keep_fingerprints": keep_fingerprints}, yes)
     if sides.local:
-        from compilecache.cachedir import CacheDir
-        from compilecache.rootbudget import RootBudget, RootTrimmer
-
-        cache = CacheDir(root)
-        bytes_kept = ROOT_BYTES if keep_bytes is None else keep_bytes
-        budget = RootBudget(bytes_kept, keep_files, keep_days, grace_hours, keep)
-        trimmer = RootTrimmer(cache, budget)
-        if yes and cache.prepare_to_clean():
-            trim = trimmer.trim(
-                timeout=lock_timeout, waiting=lambda who: common.tell(f"waiting for {who}")
-            )
-        else:
-            trim = trimmer.plan()
+        trim = _trim(root, rule | {"keep_files": keep_files}, yes, lock_timeout)
     if as_json:
-        common.print_json(
-            {
-                "done": yes,
-                "store": asdict(collection) | {"freed": collection.freed} if collection else None,
-                "root": asdict(trim) | {"freed": trim.freed} if trim else None,
-            }
-        )
+        common.print_json({"done": yes, "store": _data(collection), "root": _data(trim)})
         return
     if collection is not None:
         _print_collection(collection, yes)
@@ -148,6 +118,34 @@ def gc(
         _print_trim(trim, yes)
     if not yes and any(side is not None and side.freed for side in (collection, trim)):
         click.echo("Nothing was deleted. Add --yes to do it.")
+
+
+def _collect(store: str | None, rule: Mapping[str, Any], yes: bool) -> Collection:
+    from compilecache.retention import Collector, Retention
+
+    opened = common.open_store(store)
+    if opened is None:
+        raise click.UsageError("--store none holds nothing to collect")
+    collector = Collector(opened, Retention(**rule))
+    now = time.time()
+    return collector.collect(now, common.tell) if yes else collector.plan(now)
+
+
+def _trim(root: Path | None, rule: Mapping[str, Any], yes: bool, lock_timeout: float) -> Trim:
+    from compilecache.cachedir import CacheDir
+    from compilecache.rootbudget import RootBudget, RootTrimmer
+
+    cache = CacheDir(root)
+    trimmer = RootTrimmer(cache, RootBudget(**rule))
+    if yes and cache.prepare_to_clean():
+        return trimmer.trim(
+            timeout=lock_timeout, waiting=lambda who: common.tell(f"waiting for {who}")
+        )
+    return trimmer.plan()
+
+
+def _data(done: Collection | Trim | None) -> dict[str, Any] | None:
+    return None if done is None else asdict(done) | {"freed": done.freed}
 
 
 def _print_collection(done: Collection, yes: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from compilecache.keeping import GRACE_HOURS
 from compilecache.shapes import TARGET_LIMIT, EngineName, ShapePlan
 
 if TYPE_CHECKING:
@@ -98,7 +99,6 @@ workload_options = (
     ),
 )
 
-
 side_options = (
     click.option("--local", is_flag=True, help="The cache root; with --remote too, both."),
     click.option(
@@ -107,6 +107,18 @@ side_options = (
         help="The store.  [default: the side that --store or --root names, else both]",
     ),
 )
+
+
+def grace_option(words: str) -> Callable[[F], F]:
+    """What is young: ``words`` say what that means for the command."""
+    return click.option(
+        "--grace-hours",
+        type=click.FloatRange(min=0),
+        default=GRACE_HOURS,
+        show_default=True,
+        metavar="HOURS",
+        help=words,
+    )
 
 
 def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:

@@ -20,7 +20,8 @@ from compilecache.cli import gc as command
 from compilecache.errors import LockTimeout
 from compilecache.exchange import Exchange
 from compilecache.fingerprint import Fingerprint
-from compilecache.rootbudget import DAY, RootBudget, RootTrimmer, Trim
+from compilecache.keeping import DAY
+from compilecache.rootbudget import RootBudget, RootTrimmer, Trim
 
 NEVER = RootBudget()
 ALL = RootBudget(keep_bytes=0, keep_files=0)

@@ -21,7 +21,8 @@ from compilecache.budget import Budget
 from compilecache.errors import ChecksumMismatch
 from compilecache.fetch import fetch_packs
 from compilecache.holdings import Surveyor
-from compilecache.retention import DAY, Collection, Collector, Retention
+from compilecache.keeping import DAY
+from compilecache.retention import Collection, Collector, Retention
 from compilecache.storage import Blob, LocalStorage, open_storage
 from compilecache.store import ArtifactStore
 from compilecache.sweeps import Sweep, marks

@@ -12,7 +12,8 @@ from store_samples import FINGERPRINT, sample
 from compilecache.artifact import Record
 from compilecache.budget import Budget
 from compilecache.inspection import Inspection, inspect_store
-from compilecache.retention import DAY, Collection, Collector, Retention
+from compilecache.keeping import DAY
+from compilecache.retention import Collection, Collector, Retention
 from compilecache.signing import Keys, SignKey, load_sign_key, make_key
 from compilecache.storage import LocalStorage
 from compilecache.store import ArtifactStore
