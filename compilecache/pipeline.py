@@ -15,14 +15,11 @@ from itertools import chain
 import torch
 from pydantic import JsonValue
 
-from compilecache import torch_names
-from compilecache.artifact import Record
+from compilecache import outcomes, torch_names
 from compilecache.cachedir import CacheDir
 from compilecache.claims import Claims
 from compilecache.engines.choice import Engine, engine_of
 from compilecache.engines.harness import Replica, Run
-from compilecache.engines.program import BY_TRACE
-from compilecache.engines.programfile import program_among
 from compilecache.engines.trace import SPARE_ENTRIES
 from compilecache.errors import (
     CompileCacheError,
@@ -277,33 +274,21 @@ class _Warming:
         complete = record is not None
         for error in run.troubles:
             self._trouble(str(error))
-        as_expected = not run.troubles and (run.engine == "program" or not _is_program(record))
+        as_expected = not run.troubles and (
+            run.engine == "program" or not outcomes.is_program(record)
+        )
         self._judge(target, run, complete=complete and as_expected)
-        status = self._status(target, run, complete=complete)
+        restored = target.key in self._restored.keys
+        status = outcomes.status(run, complete=complete, restored=restored)
         published = self._keep(target, run, complete=complete)
         return self._row(target, status, run=run, published=published)
 
-    def _status(self, target: CompileTarget, run: Run, *, complete: bool) -> Status:
-        if not run.evidence.compiled_nothing or run.troubles:
-            return "compiled"
-        if run.origin is not None and not complete:
-            return "rewritten"
-        return "restored" if target.key in self._restored.keys else "local"
-
     def _judge(self, target: CompileTarget, run: Run, *, complete: bool) -> None:
         """Says what should not have happened; with strict it is an error."""
-        seen = run.evidence
-        problem = ""
-        if seen.outcome == "bypass":
-            problem = f"{target} is not wholly cached by torch: part of it compiles on every start"
-        elif seen.outcome == "live" and not run.entries:
-            problem = f"torch compiled nothing of {target} and runs it as it is"
-        elif complete and not seen.compiled_nothing:
-            problem = f"{target} was complete in the cache and compiled all the same ({_why(run)})"
+        problem = outcomes.problem(target, run, complete=complete)
         if not problem and self._job.engine == "program" and run.engine != "program":
-            self._trouble(
-                f"{target} goes by trace: {'; '.join(_notes(run, self._exchange.complete.get(target.key)))}"
-            )
+            told = outcomes.notes(run, self._exchange.complete.get(target.key))
+            self._trouble(f"{target} goes by trace: {'; '.join(told)}")
         if problem and self._job.strict:
             raise UnexpectedCompile(
                 problem,
@@ -312,7 +297,7 @@ class _Warming:
             )
         if problem:
             self._trouble(problem)
-        elif seen.outcome == "live" and not complete and self._saves:
+        elif run.evidence.outcome == "live" and not complete and self._saves:
             self._trouble(f"{target} was compiled in this process before; nothing of it was saved")
 
     @property
@@ -341,7 +326,7 @@ class _Warming:
             status=status,
             evidence=run.evidence if run else None,
             engine=run.engine if run else "trace",
-            notes=_notes(run, record) if run else (),
+            notes=outcomes.notes(run, record) if run else (),
             origin=run.origin if run else None,
             bytes=sum(entry.size for entry in record.files) if record else 0,
             published=published,
@@ -357,7 +342,7 @@ class _Warming:
             return False
         with self._surviving(f"publishing {target}"), self._lock():
             self._announce("publishing", target)
-            self._exchange.publish(target, run.files, run.evidence, _facts(run))
+            self._exchange.publish(target, run.files, run.evidence, outcomes.facts(run))
             return self._job.store is not None
         return False
 
@@ -416,28 +401,3 @@ class _Warming:
             restore_seconds=self._restored.seconds,
             seconds=seconds,
         )
-
-
-def _notes(run: Run, record: Record | None) -> tuple[str, ...]:
-    """With the reason that whoever published by trace had."""
-    why = (record.environment or {}).get("why") if record is not None else None
-    return tuple(why if note == BY_TRACE and why else note for note in run.notes)
-
-
-def _facts(run: Run) -> dict[str, str]:
-    """How a target came about, for whoever reads its record."""
-    facts = {"engine": run.engine, "why": "; ".join(run.notes), "compiled on": run.origin or ""}
-    return {name: fact for name, fact in facts.items() if fact and fact != "trace"}
-
-
-def _is_program(record: Record | None) -> bool:
-    return record is not None and program_among([e.path for e in record.files]) is not None
-
-
-def _why(run: Run) -> str:
-    seen = run.evidence
-    launched = f": {'; '.join(seen.launched)}" if seen.launched else ""
-    return (
-        f"{seen.misses} misses, {seen.bypasses} bypasses, {len(seen.foreign_files)} new files, "
-        f"{seen.launches} compiler launches{launched}"
-    )

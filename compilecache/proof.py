@@ -17,11 +17,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from compilecache.cachedir import OWN, CacheDir
+from compilecache.cachedir import CacheDir
 from compilecache.errors import CompileFailed, PlanError, UnexpectedCompile, UnsafePath
 from compilecache.evidence import Evidence
 from compilecache.fingerprint import Fingerprint
 from compilecache.kernels import regroup
+from compilecache.rootfolder import OWN
 from compilecache.shapes import CompileTarget, ShapePlan
 
 

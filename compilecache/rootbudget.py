@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Literal
 
 from compilecache.artifact import Record
-from compilecache.cachedir import ENTRIES_LAST, OWN, CacheDir
+from compilecache.cachedir import ENTRIES_LAST, CacheDir
 from compilecache.contents import TRANSIENT
 from compilecache.engines.programfile import FOLDER as PROGRAMS
 from compilecache.errors import ChecksumMismatch, UnsafePath
 from compilecache.keeping import ROOT_BYTES, ROOT_FILES, Keep
 from compilecache.kernels import FOLDER as KERNELS
 from compilecache.kernels import kernel_folder
+from compilecache.rootfolder import OWN
 
 GOING = ".going"
 """A record on its way out has this suffix, for a moment."""

@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from compilecache.artifact import FileEntry, Record
-from compilecache.cachedir import OWN, CacheDir
+from compilecache.cachedir import CacheDir
 from compilecache.contents import TRANSIENT
 from compilecache.errors import ChecksumMismatch, UnsafePath
 from compilecache.inspection import Finding, Inspection
 from compilecache.keeping import DAY
 from compilecache.remains import unfinished
+from compilecache.rootfolder import OWN
 
 
 def inspect_root(cache: CacheDir, *, deep: bool = False, grace: float = DAY) -> Inspection:

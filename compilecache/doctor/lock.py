@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from compilecache.cachedir import OWN, CacheDir
+from compilecache.cachedir import CacheDir
 from compilecache.doctor.finding import Finding
 from compilecache.doctor.root import ELSEWHERE
 from compilecache.errors import CompileCacheError, LockTimeout
+from compilecache.rootfolder import OWN
 
 SECOND = (sys.executable, "-P", "-m", "compilecache.doctor.second")
 DEADLINE = 30.0

@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from compilecache.cachedir import LEAST_FREE, NETWORK, CacheDir, filesystem
+from compilecache.cachedir import CacheDir
 from compilecache.doctor.finding import Finding
 from compilecache.errors import CompileCacheError
+from compilecache.rootfolder import LEAST_FREE, NETWORK, filesystem
 
 IN_MEMORY = ("tmpfs", "ramfs")
 LITTLE_FREE = 1 << 30

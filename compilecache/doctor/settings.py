@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from compilecache.cachedir import OWN, CacheDir
+from compilecache.cachedir import CacheDir
 from compilecache.doctor.finding import Finding, Level
 from compilecache.fingerprint import ENV_IGNORED, ENV_PREFIXES
+from compilecache.rootfolder import OWN
 
 OFF = ("0", "false", "no", "off", "")
 

@@ -19,15 +19,10 @@ from mounts import read_only, tmpfs
 from processes import Running, Template
 
 from compilecache.artifact import FileEntry, Record, hash_files
-from compilecache.cachedir import (
-    NETWORK,
-    OWN,
-    CacheDir,
-    default_root,
-    filesystem,
-)
+from compilecache.cachedir import CacheDir, default_root
 from compilecache.contents import REMADE, TRANSIENT, libraries, travels
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
+from compilecache.rootfolder import NETWORK, OWN, filesystem
 
 PACK = "0" * 64
 

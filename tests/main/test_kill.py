@@ -16,10 +16,11 @@ from processes import Running, Template
 from workloads import plan
 
 from compilecache.artifact import Record, check_files
-from compilecache.cachedir import OWN, CacheDir
+from compilecache.cachedir import CacheDir
 from compilecache.errors import UnsafePath
 from compilecache.fetch import fetch_packs
 from compilecache.remains import sweep, unfinished
+from compilecache.rootfolder import OWN
 from compilecache.store import ArtifactStore
 
 KILLS = 12

@@ -15,13 +15,14 @@ from click.testing import CliRunner
 from processes import environment
 
 from compilecache.artifact import FileEntry, Record, hash_files
-from compilecache.cachedir import OWN, CacheDir
+from compilecache.cachedir import CacheDir
 from compilecache.cli import gc as command
 from compilecache.errors import LockTimeout
 from compilecache.exchange import Exchange
 from compilecache.fingerprint import Fingerprint
 from compilecache.keeping import DAY
 from compilecache.rootbudget import RootBudget, RootTrimmer, Trim
+from compilecache.rootfolder import OWN
 
 NEVER = RootBudget()
 ALL = RootBudget(keep_bytes=0, keep_files=0)
