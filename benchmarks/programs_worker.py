@@ -28,6 +28,7 @@ from compilecache.guard.warm import Warm
 from compilecache.progress import LineProgress
 from compilecache.shapes import InputSpec
 from compilecache.workload import Workload, workload_of_plan
+from dflash_model.batch import Rows
 from dflash_model.model import Drafter
 
 OPTIMIZER_STEPS = 50
@@ -146,21 +147,41 @@ class Pair:
         return time.perf_counter() - began
 
     def losses(self) -> dict[str, list[float]]:
-        """Of both under AdamW, on the same data, the shapes in turn."""
-        inputs = [self.inputs(spec) for spec in self._given.plan.specs]
-        seen: dict[str, list[float]] = {}
-        for name, model in (("program", self._program), ("cold", self._cold)):
-            trained = [p for p in model.parameters() if p.requires_grad]
-            optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
-            kept: list[Tensor] = []
-            for number in range(OPTIMIZER_STEPS):
-                loss = model(**inputs[number % len(inputs)])
-                torch.autograd.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                kept.append(loss.detach())
-            seen[name] = torch.stack(kept).tolist()
-        return seen
+        """Of both under AdamW on the same rows, and of the cold one once more from the same weights."""
+        state = {name: value.clone() for name, value in self._cold.state_dict().items()}
+        batches = [self._batch(number) for number in range(OPTIMIZER_STEPS)]
+        seen = {
+            "program": self._curve(self._program, batches),
+            "cold": self._curve(self._cold, batches),
+        }
+        self._cold.load_state_dict(state)
+        return {**seen, "again": self._curve(self._cold, batches)}
+
+    def _batch(self, number: int) -> Inputs:
+        """Rows that no other step has, as in training; of the plan's shapes in turn."""
+        specs, drafter = self._given.plan.specs, self._program
+        assert isinstance(drafter, Drafter)
+        spec, device = specs[number % len(specs)], torch.device(self._device)
+        draw = torch.Generator(device).manual_seed(number)
+        shape = (spec.size("batch"), spec.size("seq_len"))
+        config, dtype = drafter.config, drafter.fc.weight.dtype
+        tokens = torch.randint(config.vocab_size, shape, generator=draw, device=device)
+        size = (*shape, config.context_size)
+        hidden = torch.randn(size, generator=draw, device=device, dtype=dtype)
+        rows = Rows(tokens, hidden, torch.ones(shape, device=device))
+        return {**drafter.batch_of(rows, drafter.block_masks.forward, draw)}
+
+    def _curve(self, model: nn.Module, batches: Sequence[Inputs]) -> list[float]:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+        kept: list[Tensor] = []
+        for batch in batches:
+            loss = model(**batch)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            kept.append(loss.detach())
+        return torch.stack(kept).tolist()  # type: ignore[no-any-return]
 
 
 def in_twos(values: list[float]) -> list[float]:

@@ -149,17 +149,18 @@ def closed_over(function: nn.Module) -> dict[str, Any]:
     return found
 
 
-def tuned(made: Made, loaded: Loaded, function: nn.Module) -> bytes:
+def tuned(made: Made, loaded: Loaded, function: nn.Module) -> tuple[bytes, list[str]]:
     """The same function, each of its kernels in the one configuration that won where it has run.
 
     Else torch compiles a variant of some reductions, and times it against the first, in every process
-    that loads them. So there is less to read, nothing to time, and one result on all devices.
+    that loads them. So there is less to read, nothing to time, and one result on all devices. Also what
+    could not be settled so, and why.
     """
     serialize = getattr(made.function._artifacts.compiled_fn, "serialize", None)
-    kernels = dict(loaded.kernels)
+    untuned: list[str] = []
     for graph in _graphs(serialize()) if serialize is not None else ():
-        triton_names.tune(graph, kernels)
-    return _saved(made.function, function)
+        untuned += triton_names.tune(graph, loaded.kernels)
+    return _saved(made.function, function), untuned
 
 
 def _guarded(entry: Any) -> Guarded:

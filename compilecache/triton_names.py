@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,25 +76,33 @@ def binaries_only() -> Iterator[None]:
 # -- what was tuned -------------------------------------------------------------------------
 
 
-def tune(graph: Any, kernels: Mapping[str, Any]) -> None:
+def tune(graph: Any, kernels: Iterable[tuple[str, Any]]) -> list[str]:
     """Leaves each of a graph's kernels in the one configuration that won where it has run.
 
-    ``kernels``: torch's key of a kernel → its object in this process.
+    ``kernels``: torch's key of a kernel and its object in this process; of one kernel in several graphs
+    there are several. Returns what stays as it was, in words: torch tunes it wherever it is loaded.
     """
     bundle = getattr(graph, "_triton_bundle", None)
-    if bundle is not None:
-        graph._triton_bundle = tuned_bundle(bundle, kernels)
+    if bundle is None:
+        return []
+    graph._triton_bundle, untuned = tuned_bundle(bundle, kernels)
+    return untuned
 
 
-def tuned_bundle(bundle: Any, kernels: Mapping[str, Any]) -> Any:
+def tuned_bundle(bundle: Any, kernels: Iterable[tuple[str, Any]]) -> tuple[Any, list[str]]:
     """A bundle of the winners, with the binaries of those that torch compiled after it."""
     from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 
+    live: dict[str, list[Any]] = {}
+    for key, kernel in kernels:
+        live.setdefault(key, []).append(kernel)
     device = bundle.kernel_artifacts[0].device if bundle.kernel_artifacts else 0
     more: dict[str, Any] = {}
+    untuned: list[str] = []
     for autotuner in bundle.static_autotuners:
-        won = _winner(kernels.get(autotuner.cache_key), autotuner.kernel)
+        won, why = _winner(live.get(autotuner.cache_key, []), autotuner.kernel)
         if won is None:
+            untuned.append(f"{autotuner.kernel_name}: {why}")
             continue
         bundled = [
             r for r in autotuner.kernel.compile_results if _config(r.config) == _config(won.config)
@@ -102,28 +110,36 @@ def tuned_bundle(bundle: Any, kernels: Mapping[str, Any]) -> Any:
         folder = triton_hash_to_path_key(won.kernel.hash)
         artifacts = None if bundled else _artifacts_of(folder, device)
         if not bundled and not artifacts:
-            continue  # its binary is not where Triton keeps them
+            untuned.append(f"{autotuner.kernel_name}: Triton keeps no binary of it in '{folder}'")
+            continue
         if artifacts:
             more[folder] = artifacts
         autotuner.kernel.compile_results = bundled[:1] or [_unloaded(won)]
         autotuner.kernel.inductor_meta["dynamic_scale_rblock"] = False
     if not more:
-        return bundle
+        return bundle, untuned
     from torch._inductor.triton_bundler import TritonKernelArtifacts
 
     added = [TritonKernelArtifacts(folder, device, list(found)) for folder, found in more.items()]
-    return dataclasses.replace(bundle, kernel_artifacts=[*bundle.kernel_artifacts, *added])
+    all_artifacts = [*bundle.kernel_artifacts, *added]
+    return dataclasses.replace(bundle, kernel_artifacts=all_artifacts), untuned
 
 
-def _winner(live: Any, bundled: Any) -> Any:
-    """The result that a kernel has settled on, of the kind that travels; None where there is none."""
-    launchers: Sequence[Any] = getattr(live, "launchers", ())
-    if len(launchers) != 1 or not hasattr(launchers[0], "config") or not bundled.compile_results:
-        return None
-    kind = type(bundled.compile_results[0])
-    wanted = _config(launchers[0].config)
-    found = [r for r in live.compile_results if _config(r.config) == wanted]
-    return found[0] if len(found) == 1 and type(found[0]) is kind else None
+def _winner(live: Sequence[Any], bundled: Any) -> tuple[Any, str]:
+    """The result that a kernel has settled on, of the kind that travels; else None and why not."""
+    settled = [kernel for kernel in live if len(getattr(kernel, "launchers", ())) == 1]
+    if not settled:
+        counts = [len(getattr(kernel, "launchers", ())) for kernel in live]
+        return None, f"it has not run (launchers: {counts})"
+    launcher = settled[0].launchers[0]
+    if not hasattr(launcher, "config") or not bundled.compile_results:
+        return None, "it has no configurations to choose from"
+    kind, wanted = type(bundled.compile_results[0]), _config(launcher.config)
+    found = [r for r in settled[0].compile_results if _config(r.config) == wanted]
+    if not found or type(found[0]) is not kind:
+        kinds = [type(result).__name__ for result in found]
+        return None, f"what won is no {kind.__name__} ({kinds or 'and not among its results'})"
+    return found[0], ""
 
 
 def _unloaded(result: Any) -> Any:

@@ -136,10 +136,12 @@ class Way:
         if self.loaded is None or not self.loaded.kernels:
             return
         try:
-            self.data = aot_names.tuned(self.made, self.loaded, function)
+            self.data, untuned = aot_names.tuned(self.made, self.loaded, function)
         except Exception as error:  # of torch's own; the program is as good, only slower to load
             logger.warning("compilecache: a program keeps untuned kernels: %s", first_line(error))
             return
+        for kernel in untuned:
+            logger.info("compilecache: a kernel is tuned wherever it is loaded: %s", kernel)
         self.header = self.header.model_copy(update=dict(sealed(self.data)))
 
     def _moves(self, target: CompileTarget) -> bool:

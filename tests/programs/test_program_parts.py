@@ -355,7 +355,7 @@ def _tuner(key: str, *blocks: int) -> Any:
     kernel = SimpleNamespace(
         compile_results=[_result(b, f"{b:x}" * 16) for b in blocks], inductor_meta={}
     )
-    return SimpleNamespace(cache_key=key, kernel=kernel)
+    return SimpleNamespace(cache_key=key, kernel=kernel, kernel_name=f"triton_{key}")
 
 
 def _live(won: int, *blocks: int) -> Any:
@@ -367,7 +367,10 @@ def _live(won: int, *blocks: int) -> Any:
 def test_kernels_travel_in_the_configuration_that_won(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of several; one that torch compiled while loading, with its binary; none where it is unsure."""
+    """One of several; one that torch compiled while loading, with its binary; none where it is unsure.
+
+    What stays as it was is named, with the reason.
+    """
     from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
     from torch._inductor.triton_bundler import TritonBundle, TritonKernelArtifacts
 
@@ -378,16 +381,20 @@ def test_kernels_travel_in_the_configuration_that_won(
     (folder / "k.ttir").write_bytes(b"a step on the way")
     (folder / "__grp__k.json").write_text(f'{{"child": "{folder}/k.cubin"}}')
     tuners = [_tuner("one", 4, 8), _tuner("new", 4), _tuner("gone", 4), _tuner("open", 4, 8)]
-    live = {"one": _live(8, 4, 8), "new": _live(2, 4, 2), "gone": _live(1, 4, 1)}
-    live["open"] = SimpleNamespace(launchers=[1, 2], compile_results=[])
+    undecided = SimpleNamespace(launchers=[1, 2], compile_results=[])
+    new = _live(2, 4, 2)
+    live = [("one", undecided), ("one", _live(8, 4, 8)), ("new", new), ("gone", _live(1, 4, 1))]
+    live.append(("open", undecided))
     bundle = TritonBundle([TritonKernelArtifacts("k", 0, [])], tuners)
-    found = triton_names.tuned_bundle(bundle, live)
+    found, untuned = triton_names.tuned_bundle(bundle, live)
     blocks = [[r.config.kwargs["RBLOCK"] for r in t.kernel.compile_results] for t in tuners]
     assert blocks == [[8], [2], [4], [4, 8]]
     settled = [t.kernel.inductor_meta.get("dynamic_scale_rblock") for t in tuners]
     assert settled == [False, False, None, None]
     assert tuners[1].kernel.compile_results[0].kernel.function is None
-    assert live["new"].compile_results[1].kernel.function == 7
+    assert new.compile_results[1].kernel.function == 7
+    assert [text.partition(":")[0] for text in untuned] == ["triton_gone", "triton_open"]
+    assert "launchers: [2]" in untuned[1]
     names = {a.filename: a.payload for a in found.kernel_artifacts[1].artifacts}
     assert names["k.cubin"] == b"binary"
     assert names.keys() == {"k.cubin", "__grp__k.json"}
