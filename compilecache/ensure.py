@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from torch import nn
 
 from compilecache import ranks, torch_names
+from compilecache.baked import open_baked
 from compilecache.cachedir import CacheDir
 from compilecache.engines.harness import Harness, Replica
 from compilecache.engines.trace import SPARE_ENTRIES
@@ -48,6 +49,7 @@ def ensure_warm(
     shapes: ShapePlan | str | Path | Sequence[InputSpec] | Sequence[Example],
     *,
     store: StoreLike = None,
+    baked: str | Path | None = None,
     workload: Workload | str | None = None,
     root: str | Path | None = None,
     compile_options: Mapping[str, JsonValue] | None = None,
@@ -78,6 +80,8 @@ def ensure_warm(
             tensors allowed), for training and evaluation each.
         store: URL or path of the artifact store; None for ``COMPILECACHE_STORE`` or
             ``~/.cache/compilecache/store``; False for none.
+        baked: folder of a cache that came with the image (``warmup run --bake``), looked into before
+            the store; None for ``COMPILECACHE_BAKED``, else there is none.
         workload: the workload or its ``module:attribute``; by default the model brings it along
             (``compile_workload()``), and plain examples need none.
         root: cache root; None for ``COMPILECACHE_ROOT``, ``TORCHINDUCTOR_CACHE_DIR``, torch's own.
@@ -122,7 +126,7 @@ def ensure_warm(
     outcome: Warm | CompileCacheError
     try:
         with alone():
-            ready = request.run(root, store, allow_network_root, progress)
+            ready = request.run(root, store, baked, allow_network_root, progress)
         outcome = request.seal(ready, gate_timeout)
     except CompileCacheError as error:
         outcome = error
@@ -162,25 +166,27 @@ class _Request:
         self,
         root: str | Path | None,
         store: StoreLike,
+        baked: str | Path | None,
         allow_network_root: bool,
         progress: Progress | None,
     ) -> _Ready:
         troubles: list[str] = []
         cache = self._root(root, allow_network_root, troubles)
         opened = self._store(store, troubles)
+        image = self._baked(baked, troubles)
         with ExitStack() as stack:
             teller = progress or _progress(stack)
             for trouble in troubles:
                 teller.trouble(trouble)
             try:
-                report = warm(self._job(cache, opened), self.replicas, teller)
+                report = warm(self._job(cache, opened, image), self.replicas, teller)
             except LockTimeout as error:
                 if self.strict:
                     raise
                 troubles.append(f"{error} This process compiles in a folder of its own.")
                 teller.trouble(troubles[-1])
                 cache = _own_root()
-                report = warm(self._job(cache, opened), self.replicas, teller)
+                report = warm(self._job(cache, opened, image), self.replicas, teller)
         gave_up = (*troubles, *report.gave_up)
         return _Ready(report.model_copy(update={"gave_up": gave_up}), cache, opened)
 
@@ -217,13 +223,16 @@ class _Request:
         )
         return warm(job, [Replica(function.device, function.replica)], LogProgress())
 
-    def _job(self, cache: CacheDir, store: ArtifactStore | None) -> Job:
+    def _job(
+        self, cache: CacheDir, store: ArtifactStore | None, baked: ArtifactStore | None = None
+    ) -> Job:
         per_device = Counter(replica.device for replica in self.replicas)
         return Job(
             workload=self.workload,
             targets=self.plan.targets(list(per_device)),
             cache=cache,
             store=store,
+            baked=baked,
             options=self.plan.compile_options,
             engine=self.plan.engine,
             compile_once_per_gpu_kind=self.once_per_kind,
@@ -256,6 +265,15 @@ class _Request:
             if self.strict:
                 raise
             troubles.append(f"no store: {error}")
+            return None
+
+    def _baked(self, baked: str | Path | None, troubles: list[str]) -> ArtifactStore | None:
+        try:
+            return open_baked(baked)
+        except (CompileCacheError, OSError) as error:
+            if self.strict:
+                raise
+            troubles.append(f"nothing of the image: {error}")
             return None
 
 

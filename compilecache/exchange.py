@@ -201,6 +201,12 @@ class Exchange:
         done.seconds = time.perf_counter() - began
         return done
 
+    def restore_from(self, store: ArtifactStore) -> Restored:
+        """The same from another store; what it has counts as published. Raises StoreUnavailable."""
+        other = Exchange(self.cache, store, self.mark, self.keys, self._elsewhere)
+        other.complete, other._libraries = self.complete, self._libraries
+        return other.restore()
+
     def restore_again(self, keys: Collection[str]) -> Restored:
         """The same for what a ``refresh`` found of these targets."""
         began = time.perf_counter()

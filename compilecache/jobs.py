@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from compilecache.cachedir import CacheDir
-from compilecache.exchange import Exchange, siblings
+from compilecache.exchange import Exchange, Restored, siblings
 from compilecache.fingerprint import environment
 from compilecache.pipeline import Job, warm
 from compilecache.progress import Progress
@@ -31,6 +31,7 @@ def warm_plan(
     cache: CacheDir,
     store: ArtifactStore | None,
     *,
+    baked: ArtifactStore | None = None,
     progress: Progress | None = None,
     strict: bool = False,
     share: bool = True,
@@ -46,6 +47,7 @@ def warm_plan(
         targets=plan.targets(devices, limit=limit),
         cache=cache,
         store=store,
+        baked=baked,
         options=plan.compile_options,
         engine=plan.engine,
         strict=strict,
@@ -90,9 +92,13 @@ def restore_plan(
     store: ArtifactStore | None,
     tell: Teller,
     *,
+    baked: ArtifactStore | None = None,
     lock_timeout: float = LOCK_TIMEOUT,
 ) -> Restoration:
-    """Brings what the store has for the plan into the root. Raises LockTimeout, StoreUnavailable."""
+    """Brings what ``baked`` has for the plan into the root, and the store whatever is missing then.
+
+    Raises LockTimeout, StoreUnavailable.
+    """
     mark = fingerprint_for(plan, devices[0])
     targets = {target.key: target for target in plan.targets(devices)}
     elsewhere = siblings(targets.values()) if plan.engine != "trace" else None
@@ -105,7 +111,8 @@ def restore_plan(
         for trouble in exchange.look(repair=True):
             tell(f"warning: {trouble}; moved aside")
         local = len(exchange.keys & exchange.complete.keys())
-        done = exchange.restore()
+        done = exchange.restore_from(baked) if baked is not None else Restored()
+        done.add(exchange.restore() if exchange.missing else Restored())
         lacking = [
             target
             for key, target in sorted(targets.items())

@@ -51,6 +51,8 @@ class Job:
     """The local root, prepared."""
     store: ArtifactStore | None = None
     """The remote side; None keeps everything local."""
+    baked: ArtifactStore | None = None
+    """What came with the image; looked into first, never written."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
     """More keyword arguments of ``torch.compile``; they enter the fingerprint."""
     engine: EngineName = "trace"
@@ -182,16 +184,17 @@ class _Warming:
         with self._surviving("clearing up"):
             for path in sweep(self._job.cache):
                 self._trouble(f"'{path}' was never finished by whoever wrote it; moved aside")
+        if self._job.baked is not None and self._exchange.missing:
+            self._progress.doing("restoring", f"from {self._job.baked.url}")
+            with self._surviving("restoring what came with the image"):
+                self._arrived(self._exchange.restore_from(self._job.baked))
         if self._job.store is None or not self._exchange.missing:
             return
         self._progress.doing("restoring", f"from {self._job.store.url}")
         with self._surviving("restoring"):
-            self._restored = self._exchange.restore()
+            self._arrived(self._exchange.restore())
             if self._exchange.missing:
                 self._exchange.adopt(environment(torch.device(self._job.targets[0].device)))
-        for fault in self._restored.faults:
-            with self._surviving("restoring"):
-                raise fault
 
     # -- walking ----------------------------------------------------------------------------
 

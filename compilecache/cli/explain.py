@@ -13,14 +13,8 @@ from compilecache.cli import options as common
 from compilecache.shapes import EngineName
 
 if TYPE_CHECKING:
-    from compilecache.explaining import (
-        Changed,
-        Explanation,
-        Finding,
-        ProgramFacts,
-        Published,
-        State,
-    )
+    from compilecache.explaining import Explanation
+    from compilecache.search import Changed, Finding, ProgramFacts, Published, State
 
 SHOWN = 36
 """Letters of a value that are shown whole."""
@@ -33,6 +27,7 @@ AROUND = 12
 @common.with_options(
     common.device_option,
     common.store_option,
+    common.baked_option,
     common.trust_option,
     common.root_option,
     *common.workload_options,
@@ -43,6 +38,7 @@ def explain(
     *,
     devices: str | None,
     store: str | None,
+    baked: Path | None,
     trust_keys: tuple[Path, ...],
     root: Path | None,
     workload: str | None,
@@ -59,10 +55,12 @@ def explain(
     plan = common.load_plan(plan_file, workload, settings, engine)
     opened = common.open_store(store, trust_keys)
     places = common.choose_devices(devices)
+    from compilecache.baked import open_baked
     from compilecache.cachedir import CacheDir
     from compilecache.explaining import explain_plan
 
-    found = explain_plan(plan, places, CacheDir(root), opened)
+    image = open_baked(baked, trust_keys or None)
+    found = explain_plan(plan, places, CacheDir(root), opened, image)
     if as_json:
         common.print_json(found.as_json())
     else:
@@ -105,7 +103,9 @@ def _print(found: Explanation) -> None:
 
 
 def _summary(found: Explanation) -> str:
-    states: tuple[State, ...] = ("local", "in store", "by rewriting", "damaged", "missing")
+    states: tuple[State, ...] = (
+        "local", "in image", "in store", "by rewriting", "damaged", "missing"
+    )  # fmt: skip
     counts = ", ".join(f"{n} {state}" for state in states if (n := found.count(state)))
     unfit = sum(bool(finding.changed) for finding in found.targets)
     tail = (

@@ -38,6 +38,13 @@ store_option = click.option(
     help="Artifact store: a folder, s3://…, memory://, or 'none'.  "
     "[default: COMPILECACHE_STORE, else ~/.cache/compilecache/store]",
 )
+baked_option = click.option(
+    "--baked",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Cache that came with the image, looked into before the store.  [default: "
+    "COMPILECACHE_BAKED, else none]",
+)
 sign_option = click.option(
     "--sign-key",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @common.with_options(
     common.device_option,
     common.store_option,
+    common.baked_option,
     common.trust_option,
     common.root_option,
     *common.workload_options,
@@ -32,6 +33,7 @@ def restore(
     *,
     devices: str | None,
     store: str | None,
+    baked: Path | None,
     trust_keys: tuple[Path, ...],
     root: Path | None,
     workload: str | None,
@@ -50,9 +52,13 @@ def restore(
     cache = common.open_root(root, allow_network=allow_network_root)
     opened = common.open_store(store, trust_keys)
     places = common.choose_devices(devices)
+    from compilecache.baked import open_baked
     from compilecache.jobs import restore_plan
 
-    done = restore_plan(plan, places, cache, opened, common.tell, lock_timeout=lock_timeout)
+    image = open_baked(baked, trust_keys or None)
+    done = restore_plan(
+        plan, places, cache, opened, common.tell, baked=image, lock_timeout=lock_timeout
+    )
     for fault in done.faults:
         common.tell(f"warning: {fault}")
     if as_json:

@@ -16,6 +16,7 @@ from compilecache.shapes import EngineName
 @common.with_options(
     common.device_option,
     common.store_option,
+    common.baked_option,
     common.sign_option,
     common.trust_option,
     common.root_option,
@@ -37,6 +38,7 @@ def warm(
     *,
     devices: str | None,
     store: str | None,
+    baked: Path | None,
     sign_key: Path | None,
     trust_keys: tuple[Path, ...],
     root: Path | None,
@@ -60,8 +62,10 @@ def warm(
     plan.targets(["cpu"], limit=limit)
     cache = common.open_root(root, allow_network=allow_network_root)
     opened = common.open_store(store, trust_keys, sign_key)
+    from compilecache.baked import open_baked
     from compilecache.jobs import warm_plan
 
+    image = open_baked(baked, trust_keys or None)
     places = common.choose_devices(devices)
     with ExitStack() as stack:
         report = warm_plan(
@@ -69,6 +73,7 @@ def warm(
             places,
             cache,
             opened,
+            baked=image,
             progress=common.show_progress(stack),
             strict=strict,
             share=not no_share,

@@ -16,10 +16,10 @@ from compilecache.doctor.finding import Finding
 from compilecache.engines.harness import Replica
 from compilecache.engines.trace import TraceEngine
 from compilecache.errors import CompileCacheError
-from compilecache.explaining import Published, Search
 from compilecache.fingerprint import Fingerprint
 from compilecache.packages import packages_of
 from compilecache.replicas import build_replicas
+from compilecache.search import Published, Search
 from compilecache.shapes import CompileTarget, InputSpec, ShapePlan, TensorSpec
 from compilecache.store import ArtifactStore
 from compilecache.workload import workload_of_plan

@@ -15,8 +15,8 @@ from workloads import plan, product
 from compilecache.cachedir import CacheDir
 from compilecache.cli.explain import apart
 from compilecache.exchange import Exchange
-from compilecache.explaining import Search
 from compilecache.fingerprint import Fingerprint
+from compilecache.search import Search
 from compilecache.shapes import CompileTarget, EngineName, ShapePlan
 from compilecache.store import ArtifactStore
 from compilecache.weights import weight
