@@ -145,12 +145,15 @@ class CacheDir(RootFolder):
     def files(self) -> set[str]:
         """Every cache file below the root, as a posix path relative to it."""
         found: set[str] = set()
-        for folder, folders, names in os.walk(self.root):
-            folders[:] = [
-                name for name in folders if not (name == OWN and folder == str(self.root))
-            ]
-            prefix = os.path.relpath(folder, self.root)
-            found.update(name if prefix == "." else f"{prefix}/{name}" for name in names)
+        folders = [""]
+        while folders:  # twice for every target that is primed: os.walk takes three times as long
+            prefix = folders.pop()
+            with contextlib.suppress(OSError), os.scandir(f"{self.root}/{prefix}") as entries:
+                for entry in entries:
+                    if not entry.is_dir():
+                        found.add(prefix + entry.name)
+                    elif not entry.is_symlink() and (prefix or entry.name != OWN):
+                        folders.append(f"{prefix}{entry.name}/")
         return found
 
     def records(self, fingerprint: str) -> dict[str, Record]:
