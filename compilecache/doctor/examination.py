@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compilecache.cachedir import CacheDir
-from compilecache.doctor import lock, packages, plan, probes, root, settings, store
+from compilecache.doctor import bytecode, lock, packages, plan, probes, root, settings, store
 from compilecache.doctor.finding import Diagnosis, Finding, Group, worst
 from compilecache.errors import CompileCacheError
 from compilecache.fingerprint import Fingerprint
@@ -65,6 +65,7 @@ def examine(patient: Patient) -> Diagnosis:
         answers = worst(add("store", lambda: store.check_store(storage))) != "error"
     add("settings", lambda: settings.check_variables(cache, patient.variables))
     add("settings", settings.check_settings)
+    add("settings", lambda: bytecode.check_bytecode(patient.variables))
     add("settings", lambda: settings.check_sources(patient.sources))
     _look_at_torch(patient, add)
     near = plan.Nearest(None, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from processes import Ended, Template
 from workloads import plan
 
 from compilecache.cachedir import CacheDir
-from compilecache.doctor import probes
+from compilecache.doctor import bytecode, probes
 from compilecache.doctor.finding import Finding, Level, worst
 from compilecache.doctor.lock import SECOND, check_lock
 from compilecache.doctor.packages import check_doubles, check_packages
@@ -263,6 +264,22 @@ def xformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: xFormers\nVersion: 0.0.30\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
+
+
+def test_bytecode_that_is_not_kept(tmp_path: Path) -> None:
+    """Without it every process compiles two thousand sources; found where nothing may be written."""
+    folder = tmp_path / "torch"
+    (folder / "_dynamo").mkdir(parents=True)
+    source = folder / "_dynamo" / "__init__.py"
+    source.touch()
+    (warned,) = bytecode.check_bytecode({"PYTHONDONTWRITEBYTECODE": "1"}, folder)
+    assert (warned.level, warned.is_command) == ("warning", True)
+    assert f"compileall -q {folder}" in warned.fix
+    assert [*bytecode.check_bytecode({}, folder)] == []  # the first import writes it
+    subprocess.run([sys.executable, *warned.fix.partition("  #")[0].split()[1:]], check=True)
+    assert [
+        one.level for one in bytecode.check_bytecode({"PYTHONDONTWRITEBYTECODE": "1"}, folder)
+    ] == ["ok"]
 
 
 def test_packages_that_were_not_there(xformers: None) -> None:
