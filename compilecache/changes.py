@@ -59,10 +59,11 @@ class Changes:
         return {"changed": bool(self.changes), **asdict(self)}
 
 
-def changes_since(tag: Tag, plan: ShapePlan | None = None) -> Changes:
+def changes_since(tag: Tag, plan: ShapePlan | None = None, store: str | None = None) -> Changes:
     """Compares a tag with this process, and its plan with ``plan`` where there is one.
 
     The tag's model is built where its plan names a workload, to compare the whole fingerprint.
+    ``store``: its address, if the commands must name it.
     """
     mark, trouble = _mark(tag)
     now = surroundings(tag.mark)
@@ -73,7 +74,7 @@ def changes_since(tag: Tag, plan: ShapePlan | None = None) -> Changes:
     if plan is not None and tag.plan is not None:
         pairs = plan_changes(tag.plan, plan)
         found += [Change("plan", what, then, now) for what, (then, now) in pairs.items()]
-    commands = Undoing(tag, now).commands(found)
+    commands = Undoing(tag, store).commands(found)
     return Changes(tag.full_name, tuple(found), tuple(commands), trouble)
 
 
@@ -134,7 +135,10 @@ def _counted(names: Sequence[str]) -> str:
 
 def _of_fingerprint(then: Fingerprint, now: Fingerprint, *, whole: bool) -> Iterator[Change]:
     """What the surroundings do not say. Not ``whole``: the model's components are not known here."""
+    elsewhere = then.components.get("device") != now.components.get("device")
     for name, (old, new) in now.diff(then).items():
+        if elsewhere and old == ABSENT:  # what only the other kind of device has
+            continue
         of_model = name.startswith(("workload", "compile.", "source.")) or name == "engine"
         if name.startswith("env.") or (of_model and not whole):
             continue
@@ -156,9 +160,10 @@ def _kind(component: str) -> Kind:
 class Undoing:
     """The commands that bring back what a tag's process ran in."""
 
-    def __init__(self, tag: Tag, now: Surroundings) -> None:
+    def __init__(self, tag: Tag, store: str | None = None) -> None:
         self._tag = tag
-        self._then, self._now = tag.surroundings, now
+        self._then = tag.surroundings
+        self._store = [] if store is None else ["--store", store]
 
     def commands(self, found: Iterable[Change]) -> list[str]:
         """In the order in which to run them."""
@@ -174,12 +179,16 @@ class Undoing:
             *self._machine([*kinds.get("gpu", ()), *kinds.get("machine", ())]),
         ]
         if kinds.get("plan"):
-            lines.append(f"compilecache tag {self._name} --show plan > plan.yaml")
-        return [*lines, f"compilecache restore --tag {self._name}"]
+            lines.append(f"{self._show('plan')} > plan.yaml")
+        # A comment ends with its line, whatever a tag says.
+        lines = [" ".join(line.split()) if line.startswith("#") else line for line in lines]
+        return [*lines, self._ours("restore", "--tag", self._tag.full_name)]
 
-    @property
-    def _name(self) -> str:
-        return shlex.quote(self._tag.full_name)
+    def _ours(self, *words: str) -> str:
+        return shlex.join(["compilecache", *words, *self._store])
+
+    def _show(self, what: str) -> str:
+        return self._ours("tag", self._tag.full_name, "--show", what)
 
     def _python(self, found: Sequence[Change]) -> Iterator[str]:
         for change in found:
@@ -202,7 +211,7 @@ class Undoing:
         wanted = [name for name in wanted if name not in folders]
         if wanted:
             file = f"{self._tag.name}-constraints.txt"
-            yield f"compilecache tag {self._name} --show constraints > {shlex.quote(file)}"
+            yield f"{self._show('constraints')} > {shlex.quote(file)}"
             words = [
                 "pip",
                 "install",

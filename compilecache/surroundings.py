@@ -16,7 +16,7 @@ from pathlib import Path
 
 from compilecache.fingerprint import ENV_IGNORED, Fingerprint
 from compilecache.sources import file_digest, source_file
-from compilecache.tags import SourceFile, Surroundings
+from compilecache.tags import ADDRESS, PACKAGE, VARIABLE, VERSION, SourceFile, Surroundings
 
 PREFIXES = (
     *("TORCH", "TRITON_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVIDIA_TF32"),
@@ -54,6 +54,7 @@ def variables(given: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(given.items())
         if name.startswith(PREFIXES)
         and not (name.startswith("TORCHELASTIC") or name in ENV_IGNORED or PLACES.search(name))
+        and re.match(VARIABLE, name)
     }
 
 
@@ -68,10 +69,12 @@ def _distributions() -> tuple[dict[str, str], dict[str, str]]:
     origins: dict[str, str] = {}
     for one in metadata.distributions():
         name = normalized(one.metadata["Name"] or "")
-        if not name or name in packages:
+        known = re.match(PACKAGE, name) and re.match(VERSION, one.version or "")
+        if not known or name in packages:
             continue
         packages[name] = one.version
-        if origin := _origin(one.read_text("direct_url.json")):
+        origin = _origin(one.read_text("direct_url.json"))
+        if re.match(ADDRESS, origin):
             origins[name] = origin
     return dict(sorted(packages.items())), origins
 

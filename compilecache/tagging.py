@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from compilecache.artifact import Record
 from compilecache.cachedir import CacheDir
-from compilecache.errors import ChecksumMismatch, CompileCacheError, PlanError, StoreUnavailable
+from compilecache.errors import (
+    ChecksumMismatch,
+    CompileCacheError,
+    PlanError,
+    StoreUnavailable,
+    UntrustedArtifact,
+)
 from compilecache.fingerprint import Fingerprint
 from compilecache.pinning import lost
 from compilecache.records import Found
@@ -180,12 +186,20 @@ def _kept(store: ArtifactStore, tag: Tag, records: Collection[Record]) -> Tag:
     store.settle(tag.fingerprint)
     faults = lost(store, tag.fingerprint, records)
     if not faults:
-        return tag
+        # Where a store ignores "only if absent", another tag of the name may lie there by now.
+        return tag if _lies_there(store, tag) else store.tags.add(tag)
     store.tags.release(tag.full_name)
     raise StoreUnavailable(
         f"what '{tag.name}' names was collected meanwhile: {faults[0]}",
         next_step="Run 'compilecache publish' with the plan, then tag again",
     )
+
+
+def _lies_there(store: ArtifactStore, tag: Tag) -> bool:
+    try:
+        return store.tags.find(tag.full_name).tag == tag
+    except (ChecksumMismatch, PlanError, UntrustedArtifact):
+        return False
 
 
 class _Records:

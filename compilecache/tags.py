@@ -25,6 +25,13 @@ NOTE_LETTERS: Final = 2000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 _CREATED = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$"
 
+# What is printed as a command, or written to a file that pip reads, holds no more than its kind does.
+PACKAGE: Final = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
+VERSION: Final = r"^[A-Za-z0-9][A-Za-z0-9.+!_-]{0,99}$"
+ADDRESS: Final = r"^[A-Za-z][A-Za-z0-9+.-]*:[!-~]{1,2000}$"
+VARIABLE: Final = r"^[A-Za-z_][A-Za-z0-9_]*$"
+Package = Annotated[str, Field(pattern=PACKAGE)]
+
 Name = Annotated[str, Field(pattern=rf"^{_NAME.pattern}$")]
 Generation = Annotated[int, Field(ge=1, le=10**9)]
 
@@ -62,7 +69,7 @@ class SourceFile(BaseModel):
     """Of its whole syntax tree: comments, docstrings and blank lines do not count."""
     path: str | None = None
     """Relative to the git work tree; None outside of one."""
-    commit: str | None = None
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,64}$")] | None = None
     """That was checked out; None outside of a git work tree."""
     changed: bool = False
     """Whether the file had changes that the commit does not hold."""
@@ -75,11 +82,11 @@ class Surroundings(BaseModel):
 
     python: str
     """Full version."""
-    packages: dict[str, str]
+    packages: dict[Package, Annotated[str, Field(pattern=VERSION)]]
     """Installed distributions, as the package index spells them → version."""
-    origins: dict[str, str] = Field(default_factory=dict)
+    origins: dict[Package, Annotated[str, Field(pattern=ADDRESS)]] = Field(default_factory=dict)
     """Of those that came from an address instead of an index → the address, with the commit."""
-    variables: dict[str, str] = Field(default_factory=dict)
+    variables: dict[Annotated[str, Field(pattern=VARIABLE)], str] = Field(default_factory=dict)
     """Environment variables that torch, Triton, CUDA and threads read, and that were set."""
     settings: dict[str, str] = Field(default_factory=dict)
     """Settings of torch that hide damage, as they were."""

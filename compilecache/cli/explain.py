@@ -67,7 +67,7 @@ def explain(
     """
     if tag_name is not None:
         plan = plan_file and common.load_plan(plan_file, workload, settings, engine)
-        _since(tag_name, plan or None, common.open_store(store, trust_keys), as_json)
+        _since(tag_name, plan or None, store, common.open_store(store, trust_keys), as_json)
         return
     if plan_file is None:
         raise click.UsageError("name a PLAN, or a state that is known to work with --tag")
@@ -88,15 +88,21 @@ def explain(
         raise SystemExit(NOT_WARM)
 
 
-def _since(name: str, plan: ShapePlan | None, store: ArtifactStore | None, as_json: bool) -> None:
-    """What has changed since a tag was made."""
+def _since(
+    name: str,
+    plan: ShapePlan | None,
+    address: str | None,
+    store: ArtifactStore | None,
+    as_json: bool,
+) -> None:
+    """What has changed since a tag was made; ``address``: the store as the command line names it."""
     if store is None:
         raise click.UsageError("--store none holds no tags")
     tag = common.find_tag(store, name)
     from compilecache.changes import changes_since
     from compilecache.cli.changes import print_changes
 
-    found = changes_since(tag, plan)
+    found = changes_since(tag, plan, address)
     if as_json:
         common.print_json({**found.as_json(), "note": tag.note, "created": tag.created})
     else:

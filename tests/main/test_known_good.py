@@ -136,7 +136,7 @@ def test_nothing_has_changed_at_first(project: Project) -> None:
     """No change, exit code 0, and the command that brings the artifacts back."""
     data = project.explain(OMP_NUM_THREADS="2")
     assert (data["changes"], data["trouble"]) == ([], None)
-    assert data["commands"] == ["compilecache restore --tag good@1"]
+    assert data["commands"] == [f"compilecache restore --tag good@1 --store {project.store}"]
 
 
 def test_explain_names_what_has_changed_and_its_commands_undo_it(project: Project) -> None:
@@ -234,7 +234,8 @@ def test_a_plan_that_differs_from_the_tag_s_is_compared(project: Project) -> Non
         ("not planned", "planned"),
         ("planned", "not planned"),
     ]
-    assert "compilecache tag good@1 --show plan > plan.yaml" in data["commands"]  # type: ignore[operator]
+    command = f"compilecache tag good@1 --show plan --store {project.store} > plan.yaml"
+    assert command in data["commands"]  # type: ignore[operator]
 
 
 def tag_while_training(plan: Path, root: Path, store: Path) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from store_samples import harvest, plant
 
 from compilecache.budget import Budget
 from compilecache.cachedir import CacheDir
+from compilecache.changes import Change, Undoing
 from compilecache.errors import (
     ChecksumMismatch,
     CompileCacheError,
@@ -35,9 +36,10 @@ from compilecache.shapes import CompileTarget, InputSpec, plan_of
 from compilecache.signing import Keys, SignKey, load_sign_key, make_key
 from compilecache.storage import LocalStorage
 from compilecache.store import ArtifactStore
+from compilecache.surroundings import variables
 from compilecache.sweeps import Sweep
-from compilecache.tagging import Words, make_tag
-from compilecache.tags import LaterFormat, Tag, parse_entry, parse_name
+from compilecache.tagging import Used, Words, make_tag, tag_run
+from compilecache.tags import LaterFormat, Surroundings, Tag, parse_entry, parse_name
 
 MARK = Fingerprint({"workload": "test", "torch": "2.11.0", "source.compilecache.tags": "abc"})
 SPECS = [InputSpec(dims={"seq_len": size}) for size in (64, 128)]
@@ -322,6 +324,119 @@ def test_no_bytes_break_the_parser(place: int, put: bytes, cut: int) -> None:
     except CompileCacheError:
         return
     assert parse_entry(read.dump()) == read
+
+
+# -- what undoes a change -------------------------------------------------------------------------
+
+
+def undone(then: dict[str, str], *found: Change, **more: object) -> list[str]:
+    """The commands for these changes, when these packages were installed; without the last."""
+    around = Surroundings(python="3.12.1", packages=then, **more)  # type: ignore[arg-type]
+    tag = parse_entry(SAMPLE)
+    assert isinstance(tag, Tag)
+    tag = tag.model_copy(update={"surroundings": around})
+    *lines, last = Undoing(tag).commands(found)
+    assert last == "compilecache restore --tag good@1"
+    return lines
+
+
+def test_a_build_of_torch_is_asked_for_where_such_builds_are() -> None:
+    """The version names the platform; a build of the same version is installed over the other."""
+    then = {"torch": "2.11.0+cu130", "numpy": "2.0"}
+    swapped = Change("package", "torch", "2.11.0+cu130", "2.10.0+cu128")
+    index = "--extra-index-url https://download.pytorch.org/whl/cu130"
+    show, install = undone(then, swapped)
+    assert show == "compilecache tag good@1 --show constraints > good-constraints.txt"
+    assert install == f"pip install -c good-constraints.txt {index} torch==2.11.0+cu130"
+    rebuilt = Change("torch", "torch.git", "70d99e998b", "449b176841")
+    assert undone(then, rebuilt)[-1] == (
+        f"pip install --force-reinstall --no-deps -c good-constraints.txt {index} "
+        "torch==2.11.0+cu130"
+    )
+    assert index not in undone(then, Change("package", "numpy", "2.0", "2.1"))[-1]
+
+
+def test_what_came_from_an_address_is_installed_from_it() -> None:
+    """The commit is in it; what came from a folder nobody else has is a comment."""
+    then = {"sglang": "0.5", "mine": "1.0"}
+    origin = "git+https://github.com/sgl-project/sglang@0123abc"
+    lines = undone(
+        then,
+        Change("package", "sglang", "0.5", "0.6"),
+        Change("package", "mine", "1.0", "absent"),
+        origins={"sglang": origin, "mine": "file:///home/me/mine"},
+    )
+    assert lines[0] == "# mine 1.0 was installed from a folder: install it anew"
+    assert lines[-1] == f"pip install -c good-constraints.txt 'sglang @ {origin}'"
+
+
+def test_values_are_quoted_and_what_no_command_undoes_is_a_comment() -> None:
+    """A shell takes every line as it stands."""
+    lines = undone(
+        {},
+        Change("python", "python", "3.12.1", "3.13.0"),
+        Change("variable", "TORCH_LOGS", "a b; rm -rf x", "absent"),
+        Change("setting", "inductor.max_autotune", "True", "absent"),
+        Change("gpu", "GPUs", "8 x NVIDIA H200", "none"),
+    )
+    assert lines[0].startswith("# Python 3.12.1 is needed: python3.12 -m venv")
+    assert "export TORCH_LOGS='a b; rm -rf x'" in lines
+    assert "# torch._inductor.config.max_autotune was True, is absent: set in code" in lines
+    assert lines[-1] == "# GPUs was 8 x NVIDIA H200: run on such a machine"
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"packages": {"--index-url": "1"}},
+        {"packages": {"a": "1\n--index-url https://example.org"}},
+        {"packages": {"a": "1"}, "origins": {"a": "https://x\nb==1"}},
+        {"variables": {"X; touch /tmp/x; Y": "1"}},
+        {"sources": [{"module": "m", "digest": "d", "path": "p", "commit": "--force"}]},
+    ],
+)
+def test_a_tag_cannot_smuggle_words_into_commands(strange: dict[str, object]) -> None:
+    """Names, versions, addresses and commits hold what such things hold; else it is damaged."""
+    fields = json.loads(SAMPLE)
+    fields["surroundings"] = {"python": "3.12.1", "packages": {}} | strange
+    with pytest.raises(ChecksumMismatch, match=r"tag is damaged: surroundings"):
+        parse_entry(json.dumps(fields).encode())
+    lines = undone({}, Change("source", "m\ntouch /tmp/x", "d\ntouch /tmp/y", "e"))
+    assert len(lines) == 1 and "\n" not in lines[0] and lines[0].startswith("# ")
+
+
+def test_variables_of_places_and_jobs_do_not_count() -> None:
+    """Only those that change what is compiled or how fast it runs; no folders, hosts or job ids."""
+    given = {
+        "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "8",
+        "TORCHINDUCTOR_CACHE_DIR": "/tmp/x",
+        "CUDA_CACHE_PATH": "/tmp/y",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+    }
+    assert list(variables(given)) == [
+        "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_MAX_AUTOTUNE",
+    ]  # fmt: skip
+
+
+def test_a_running_trainer_is_not_ended_by_its_tag(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is not published is logged, or raised when strict; a bad name is an error either way."""
+    cache = scene.root("root")
+    used = Used(MARK.digest, plan_of([SPECS[0]]), [ONE], cache)
+    assert tag_run("good", used, scene.store(), Words(), strict=False) is None
+    assert "this run was not tagged as 'good'" in caplog.text
+    with pytest.raises(CompileCacheError):
+        tag_run("good", used, scene.store(), Words(), strict=True)
+    for name, words in (("a/b", Words()), ("good@3", Words()), ("good", Words(-1.0))):
+        with pytest.raises(PlanError):
+            tag_run(name, used, scene.store(), words, strict=False)
+    scene.publish("root", FIRST)
+    assert tag_run("good", used, scene.store(), Words(), strict=False) == "good@1"
 
 
 # -- what a tag keeps -----------------------------------------------------------------------------
