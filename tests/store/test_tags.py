@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from aged import AgedStorage
+from conftest import Place
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_samples import harvest, plant
@@ -324,6 +325,24 @@ def test_no_bytes_break_the_parser(place: int, put: bytes, cut: int) -> None:
     except CompileCacheError:
         return
     assert parse_entry(read.dump()) == read
+
+
+def test_tags_live_in_every_kind_of_store(place: Place, tmp_path: Path) -> None:
+    """A directory, memory and S3: made, found, brought back, released, collected."""
+    store, cache = place.open(), CacheDir(tmp_path / "root")
+    cache.prepare()
+    plant(cache.root, FIRST)
+    Exchange(cache, store, MARK, [ONE.key]).publish(ONE, list(FIRST), None)
+    made = make_tag("good", MARK.digest, store, cache)
+    assert make_tag("good", MARK.digest, store, cache).full_name == "good@2"
+    assert place.open().tags.find("good@1").tag == made
+    other = CacheDir(tmp_path / "other")
+    other.prepare()
+    assert restore_tag(made, other, place.open(), print).restored == 1
+    assert inspect_store(store).tags == 2
+    assert store.tags.release("good") == ("good@1", "good@2")
+    assert place.open().tags.shelf().tags == ()
+    assert Collector(store, Retention(grace_hours=0)).collect(time.time() + 60).tags == 2
 
 
 # -- what undoes a change -------------------------------------------------------------------------
