@@ -28,6 +28,9 @@ from compilecache.shapes import CompileTarget
 RECORD_FORMAT: Final = 1
 ADOPTED = "adopted"
 """Keys of records of a whole directory, adopted without a target, start with this word."""
+EXTRA = "extra-"
+"""Keys of records of another compiler's cache root start with this, before its name."""
+WITHOUT_TARGET = (ADOPTED, EXTRA)
 
 MOST_FILES: Final = 1 << 17
 """In one record, and in one pack."""
@@ -125,9 +128,9 @@ class Record(BaseModel):
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{8,128}$")]
     """Digest of the environment that produced it."""
     target: CompileTarget | None
-    """What was compiled; None for an adopted directory."""
+    """What was compiled; None for an adopted directory, and for an extra cache root."""
     key: Annotated[str, Field(pattern=_KEY)]
-    """The target's key, or "adopted…"."""
+    """The target's key, "adopted…" or "extra-…"."""
     generation: Annotated[int, Field(ge=1, le=10**9)] = 1
     """Counts up from 1; a higher one supersedes."""
     files: Annotated[tuple[FileEntry, ...], Field(max_length=MOST_FILES)]
@@ -146,7 +149,8 @@ class Record(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         expected = ADOPTED if self.target is None else self.target.key
-        if self.key != expected and not (self.target is None and self.key.startswith(ADOPTED)):
+        without = self.target is None and self.key.startswith(WITHOUT_TARGET)
+        if self.key != expected and not without:
             raise ValueError(f"key '{self.key}' does not belong to its target ('{expected}')")
         names = [entry.path for entry in self.files]
         if names != sorted(set(names)):

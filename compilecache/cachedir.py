@@ -165,6 +165,15 @@ class CacheDir(RootFolder):
                 found[record.key] = record
         return found
 
+    def last_used(self) -> str | None:
+        """The fingerprint of which a process last found a record complete here; None without any."""
+        latest: dict[str, float] = {}
+        for path in (self._own / "records").glob("*/*.json"):
+            with contextlib.suppress(OSError):
+                used = path.stat().st_mtime
+                latest[path.parent.name] = max(used, latest.get(path.parent.name, 0.0))
+        return max(latest, key=lambda digest: latest[digest], default=None)
+
     def keep_record(self, record: Record, *, published: bool) -> None:
         """Notes that every file of the record is in place; written last."""
         folder = self._own / "records" / record.fingerprint

@@ -23,6 +23,7 @@ from compilecache.engines.harness import Harness, Replica
 from compilecache.engines.trace import SPARE_ENTRIES
 from compilecache.errors import CompileCacheError, LockTimeout, PlanError
 from compilecache.examples import ExampleWorkload, specs_of_examples
+from compilecache.extras import extra_roots as found_extras
 from compilecache.guard.calls import PlannedFunction
 from compilecache.guard.found import find_in_threads
 from compilecache.guard.seal import OnMiss, Planned
@@ -33,6 +34,7 @@ from compilecache.progress import BarProgress, LogProgress, Progress
 from compilecache.report import Report
 from compilecache.shapes import CompileTarget, EngineName, InputSpec, ShapePlan, plan_of
 from compilecache.store import ArtifactStore
+from compilecache.tagging import Used, Words, named_plan, tag_run
 from compilecache.workload import HasWorkload, Workload, load_workload, workload_of_plan
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def ensure_warm(
     baked: str | Path | None = None,
     workload: Workload | str | None = None,
     root: str | Path | None = None,
+    extra_roots: Sequence[str] | None = None,
     compile_options: Mapping[str, JsonValue] | None = None,
     engine: EngineName | None = None,
     compile_once_per_gpu_kind: bool = True,
@@ -85,6 +88,9 @@ def ensure_warm(
         workload: the workload or its ``module:attribute``; by default the model brings it along
             (``compile_workload()``), and plain examples need none.
         root: cache root; None for ``COMPILECACHE_ROOT``, ``TORCHINDUCTOR_CACHE_DIR``, torch's own.
+        extra_roots: caches of other compilers to restore before and publish after: "triton", "cuda",
+            "flashinfer", "tilelang", "deepgemm", or any "name=folder". None for
+            ``COMPILECACHE_EXTRA_ROOTS``, else none.
         compile_options: more keyword arguments of ``torch.compile`` (mode, fullgraph, backend,
             options), on top of the plan's own; they enter the fingerprint.
         engine: "trace": Dynamo traces every shape at every start. "program": shapes are compiled
@@ -122,7 +128,8 @@ def ensure_warm(
     changes = {"compile_options": options, "engine": engine or plan.engine}
     plan = ShapePlan.parse({**plan.model_dump(), **changes})
     once = compile_once_per_gpu_kind
-    request = _Request(chosen, plan, replicas, strict, share, lock_timeout, on_miss, once)
+    extras = None if extra_roots is None else tuple(extra_roots)
+    request = _Request(chosen, plan, replicas, strict, share, lock_timeout, on_miss, once, extras)
     outcome: Warm | CompileCacheError
     try:
         with alone():
@@ -161,6 +168,7 @@ class _Request:
     lock_timeout: float
     on_miss: OnMiss
     once_per_kind: bool
+    extras: tuple[str, ...] | None
 
     def run(
         self,
@@ -207,7 +215,21 @@ class _Request:
             on_miss=self.on_miss,
             gate_timeout=gate_timeout,
             extend=partial(self._extend, ready),
+            tagger=None if ready.store is None else partial(self._tag, ready, ready.store),
         )
+
+    def _tag(
+        self,
+        ready: _Ready,
+        store: ArtifactStore,
+        name: str,
+        plan: ShapePlan,
+        words: Words,
+    ) -> str | None:
+        plan = named_plan(plan, self.workload)
+        devices = list(dict.fromkeys(replica.device for replica in self.replicas))
+        used = Used(ready.report.fingerprint, plan, plan.targets(devices), ready.cache)
+        return tag_run(name, used, store, words, strict=self.strict)
 
     def _functions(self, replica: Replica) -> Iterator[PlannedFunction]:
         names = {spec.function for spec in self.plan.specs}
@@ -219,7 +241,11 @@ class _Request:
     def _extend(self, ready: _Ready, target: CompileTarget, function: PlannedFunction) -> Report:
         # All workers stand still meanwhile: waiting for a stranger's artifact would cost them more.
         job = replace(
-            self._job(ready.cache, ready.store), targets=(target,), strict=False, share=False
+            self._job(ready.cache, ready.store),
+            targets=(target,),
+            strict=False,
+            share=False,
+            extras=(),
         )
         return warm(job, [Replica(function.device, function.replica)], LogProgress())
 
@@ -240,6 +266,7 @@ class _Request:
             strict=self.strict,
             share=self.share,
             lock_timeout=self.lock_timeout,
+            extras=found_extras(self.extras, cache),
             spare=UNPLANNED_ENTRIES if self.on_miss == "serialize" else SPARE_ENTRIES,
         )
 

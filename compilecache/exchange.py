@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from compilecache.agreement import agreeing, interchangeable, same
 from compilecache.artifact import ADOPTED, FileEntry, Record, hash_files
 from compilecache.cachedir import CacheDir
-from compilecache.contents import LIBRARY, SETTLED
+from compilecache.contents import LIBRARY
 from compilecache.engines.programfile import program_among
 from compilecache.errors import ChecksumMismatch, CompileCacheError, StoreUnavailable
 from compilecache.evidence import Evidence
@@ -17,9 +18,10 @@ from compilecache.fetch import fetch_packs
 from compilecache.fingerprint import Fingerprint
 from compilecache.pack import write_pack
 from compilecache.packages import described
-from compilecache.records import StoreView, refusal
+from compilecache.records import StoreView
 from compilecache.shapes import CompileTarget
 from compilecache.store import ArtifactStore
+from compilecache.vouching import refusal
 
 
 @dataclass
@@ -72,6 +74,7 @@ class Exchange:
     """One root, one store (or none), one fingerprint, and the keys of the targets in question.
 
     ``elsewhere``: keys of records that can stand in for one of these targets → that target's key.
+    ``exactly``: these very records of the store, instead of those in force.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class Exchange:
         mark: Fingerprint,
         keys: Collection[str],
         elsewhere: Mapping[str, str] | None = None,
+        *,
+        exactly: StoreView | None = None,
     ) -> None:
         self.cache = cache
         self.store = store
@@ -91,7 +96,8 @@ class Exchange:
         """Records whose files are all in the root, byte for byte."""
         self._libraries: dict[str, FileEntry] = {}
         """Native libraries that they list."""
-        self._view: StoreView | None = None
+        self._exactly = exactly
+        self._view = exactly
         self._held: dict[str, FileEntry] = {}
 
     @property
@@ -107,6 +113,9 @@ class Exchange:
         troubles = []
         for key, record in self.cache.records(self.mark.digest).items():
             if key not in self.missing and key not in self._lacking():
+                continue
+            wanted = self._exactly.records.get(key) if self._exactly else None
+            if wanted is not None and not interchangeable(record, wanted):
                 continue
             if not self.cache.touch_record(record):
                 continue
@@ -230,7 +239,7 @@ class Exchange:
 
     def _bring_all(self, records: list[Record], done: Restored) -> None:
         while records:
-            together, records = _agreeing(records)
+            together, records = agreeing(records)
             self._bring_together(together, done)
 
     def _bring_together(self, records: list[Record], done: Restored) -> None:
@@ -252,7 +261,7 @@ class Exchange:
         Two roots build the same library in other bytes; the one that is in use stays.
         """
         files = tuple(self._libraries.get(entry.path, entry) for entry in record.files)
-        if all(map(_same, files, record.files)):
+        if all(map(same, files, record.files)):
             return record
         return record.model_copy(update={"files": files, "pack": None})
 
@@ -369,25 +378,3 @@ class Exchange:
         """The pack of this store that holds exactly this file already."""
         held = self._held.get(path)
         return held.pack if held and (held.size, held.xxh3_128) == known else None
-
-
-def _same(one: FileEntry, other: FileEntry) -> bool:
-    return (one.size, one.xxh3_128) == (other.size, other.xxh3_128)
-
-
-def _agreeing(records: list[Record]) -> tuple[list[Record], list[Record]]:
-    """Those that can lie in one root as they are, and the others.
-
-    Several machines may each have built a library that their targets share.
-    """
-    together: list[Record] = []
-    others: list[Record] = []
-    entries: dict[str, FileEntry] = {}
-    for record in records:
-        fixed = {entry.path: entry for entry in record.files if not SETTLED.match(entry.path)}
-        if all(_same(entry, entries.get(path, entry)) for path, entry in fixed.items()):
-            together.append(record)
-            entries.update(fixed)
-        else:
-            others.append(record)
-    return together, others

@@ -121,6 +121,11 @@ def environment(device: torch.device) -> Fingerprint:
     return Fingerprint({**_versions(), **_machine(device)})
 
 
+def here(device: torch.device) -> Fingerprint:
+    """Versions, machine and settings of this process: all that is known without a model."""
+    return Fingerprint({**_versions(), **_machine(device), **_settings()})
+
+
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=repr, separators=(",", ":"))
 

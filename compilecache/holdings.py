@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from compilecache.artifact import Record
 from compilecache.calls import OBJECT_BYTES
@@ -14,6 +14,8 @@ from compilecache.records import VERSION
 from compilecache.storage import Stored
 from compilecache.store import ArtifactStore
 from compilecache.sweeps import FOLDER as SWEEPS
+from compilecache.tags import Tag
+from compilecache.tagstore import Shelf
 
 _RECORD = re.compile(r"artifacts/([^/]+)/([1-9][0-9]{0,9})\.json")
 _GENERATION = re.compile(r"artifacts/([^/]+)/([1-9][0-9]{0,9})\..*")
@@ -50,6 +52,10 @@ class Holding:
     """Those that cannot, and why."""
     foreign: frozenset[Place]
     """Of those: records in a format that another version writes."""
+    kept: Mapping[Place, tuple[str, ...]] = field(default_factory=dict)
+    """Records that tags name → the full names of these tags."""
+    unjudged: str | None = None
+    """A tag that cannot be read, so that nobody knows what it needs."""
 
     @property
     def bytes(self) -> int:
@@ -137,7 +143,9 @@ class Holding:
         names = set(self.loose_signatures(now, grace))
         for name in old:
             place = place_of(name, _GENERATION)
-            if place is not None and any(
+            if place is None or Place(place.key, place.generation) in self.kept:
+                continue
+            if any(
                 other.generation > place.generation
                 and signers.get(place, set()) <= signers.get(other, set())
                 for other in better.get(place.key, ())
@@ -233,7 +241,11 @@ class Surveyor:
             unreadable[place] = read
             if read.startswith("record has format "):
                 foreign.add(place)
-        return Holding(fingerprint, objects, records, unreadable, frozenset(foreign))
+        shelf = self.store.tags.shelf(unsigned=True)
+        kept, unjudged = _tagged(shelf, fingerprint)
+        return Holding(
+            fingerprint, objects, records, unreadable, frozenset(foreign), kept, unjudged
+        )
 
     def _read(self, fingerprint: str, place: Place, stored: Stored) -> Record | str | None:
         known = (fingerprint, place.name, stored)
@@ -246,6 +258,20 @@ class Surveyor:
                 return None
             self._known[known] = _parsed(fingerprint, place, data)
         return self._known[known]
+
+
+def _tagged(shelf: Shelf, fingerprint: str) -> tuple[dict[Place, tuple[str, ...]], str | None]:
+    """What tags keep of a fingerprint, whoever signed them; and a tag that cannot be read."""
+    kept: dict[Place, tuple[str, ...]] = {}
+    unjudged = None
+    for entry in shelf.live:
+        if not isinstance(entry.content, Tag):
+            unjudged = unjudged or entry.full_name
+        elif entry.content.fingerprint == fingerprint:
+            for record in entry.content.records:
+                place = Place(record.key, record.generation)
+                kept[place] = (*kept.get(place, ()), entry.full_name)
+    return kept, unjudged
 
 
 def _parsed(fingerprint: str, place: Place, data: bytes) -> Record | str:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from compilecache.artifact import FileEntry
 from compilecache.errors import ChecksumMismatch, PlanError, UnsafePath
 from compilecache.fetch import SPARE_BYTES
+from compilecache.findings import Finding, Kind
 from compilecache.fingerprint import Fingerprint
 from compilecache.holdings import FINGERPRINT, Holding, Place, Surveyor, named, old_probes
 from compilecache.keeping import DAY
@@ -19,45 +19,9 @@ from compilecache.pack import unpack
 from compilecache.records import VERSION
 from compilecache.signing import SIGNATURE_BYTES
 from compilecache.store import ArtifactStore
-
-Kind = Literal[
-    "record",
-    "pack",
-    "signature",
-    "files",
-    "fingerprint",
-    "orphan",
-    "half upload",
-    "superseded",
-    "foreign",
-]
-LITTER: tuple[Kind, ...] = ("orphan", "half upload", "superseded", "foreign")
-"""Findings that harm nobody."""
+from compilecache.taginspection import inspect_tags
 
 Teller = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is not as it should be."""
-
-    kind: Kind
-    """``record``: it cannot be read; ``pack``: missing, or other bytes; ``files``: missing, or other
-    bytes, in a cache root; ``signature``: not one, or none of a trusted key; ``fingerprint``: fingerprint.json is missing or another one. The others
-    harm nobody: ``orphan``: nothing needs it; ``half upload``; ``superseded``: a damaged generation
-    below a whole one; ``foreign``: a later version wrote it."""
-    where: str
-    """The object, relative to its fingerprint, or the file."""
-    what: str
-    """What is wrong, in words."""
-    fingerprint: str = ""
-    key: str = ""
-    """The target that cannot be restored, or not from its newest generation."""
-
-    @property
-    def harmless(self) -> bool:
-        """Whether nobody misses anything."""
-        return self.kind in LITTER
 
 
 @dataclass(slots=True)
@@ -69,6 +33,8 @@ class Inspection:
     fingerprints: int = 0
     records: int = 0
     packs: int = 0
+    """Of a store."""
+    tags: int = 0
     """Of a store."""
     files: int = 0
     """Of a root."""
@@ -103,6 +69,7 @@ def inspect_store(
     """
     done = Inspection(store.url, deep=deep)
     surveyor = Surveyor(store)
+    damaged: dict[str, dict[str, str]] = {}
     for fingerprint in store.fingerprints():
         holding = surveyor.look(fingerprint)
         done.fingerprints += 1
@@ -111,10 +78,13 @@ def inspect_store(
         if deep:
             tell(f"reading the packs of {fingerprint[:12]}")
         bad = dict(_deep_faults(store, holding)) if deep else {}
+        damaged[fingerprint] = bad
         done.findings += _records(holding, bad)
         done.findings += _signatures(store, holding)
         done.findings += _mark(store, holding)
         done.findings += _orphans(holding, grace)
+    done.tags, findings = inspect_tags(store, damaged)
+    done.findings += findings
     done.findings += _half_uploads(store, grace)
     for name in old_probes(store, time.time() - grace):
         done.findings.append(Finding("orphan", name, "doctor wrote it and could not delete it"))

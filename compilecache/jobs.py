@@ -9,6 +9,8 @@ import torch
 
 from compilecache.cachedir import CacheDir
 from compilecache.exchange import Exchange, Restored, siblings
+from compilecache.extraexchange import ExtraExchange
+from compilecache.extras import ExtraRoot
 from compilecache.fingerprint import environment
 from compilecache.pipeline import Job, warm
 from compilecache.progress import Progress
@@ -37,6 +39,7 @@ def warm_plan(
     share: bool = True,
     limit: int = TARGET_LIMIT,
     lock_timeout: float = LOCK_TIMEOUT,
+    extras: tuple[ExtraRoot, ...] = (),
 ) -> Report:
     """Makes every target of the plan warm with models built for it. Raises as ``pipeline.warm``."""
     workload = workload_of_plan(plan)
@@ -53,6 +56,7 @@ def warm_plan(
         strict=strict,
         share=share,
         lock_timeout=lock_timeout,
+        extras=extras,
     )
     return warm(job, build_replicas(workload, devices), progress)
 
@@ -79,6 +83,10 @@ class Restoration:
     """Records that were passed over, and why."""
     damaged: bool = False
     """Whether a fault is damage, not absence."""
+    extra_files: int = 0
+    """Files that came into extra roots."""
+    extra_missing: tuple[str, ...] = ()
+    """Extra roots that could not be restored, and are as they were."""
 
     def as_json(self) -> dict[str, object]:
         """For programs."""
@@ -94,10 +102,12 @@ def restore_plan(
     *,
     baked: ArtifactStore | None = None,
     lock_timeout: float = LOCK_TIMEOUT,
+    extras: tuple[ExtraRoot, ...] = (),
 ) -> Restoration:
     """Brings what ``baked`` has for the plan into the root, and the store whatever is missing then.
 
-    Raises LockTimeout, StoreUnavailable.
+    Into extra roots, too. Raises LockTimeout, StoreUnavailable, and UnsafePath or UntrustedArtifact for
+    an extra root.
     """
     mark = fingerprint_for(plan, devices[0])
     targets = {target.key: target for target in plan.targets(devices)}
@@ -119,6 +129,8 @@ def restore_plan(
             if key in exchange.missing and exchange.stand_in(target) is None
         ]
         adopted = exchange.adopt(environment(torch.device(devices[0]))) if lacking else 0
+    others = [ExtraExchange(one, store, mark, tell, lock_timeout).restore() for one in extras]
+    faults = [*done.faults, *(fault for other in others for fault in other.faults)]
     return Restoration(
         fingerprint=mark.digest,
         targets=len(targets),
@@ -129,8 +141,12 @@ def restore_plan(
         seconds=done.seconds,
         adopted_files=adopted,
         missing=tuple(map(str, lacking)),
-        faults=tuple(map(str, done.faults)),
+        faults=tuple(map(str, faults)),
         damaged=bool(done.faults),
+        extra_files=sum(other.files for other in others),
+        extra_missing=tuple(
+            extra.name for extra, other in zip(extras, others, strict=True) if other.faults
+        ),
     )
 
 
@@ -145,6 +161,8 @@ class Publication:
     """Targets that it had."""
     missing: tuple[str, ...]
     """Targets that are not complete in the root."""
+    extra_files: int = 0
+    """Files of extra roots that the store lacked."""
 
 
 def publish_plan(
@@ -155,8 +173,12 @@ def publish_plan(
     tell: Teller,
     *,
     lock_timeout: float = LOCK_TIMEOUT,
+    extras: tuple[ExtraRoot, ...] = (),
 ) -> Publication:
-    """Publishes the plan's complete targets. Raises LockTimeout, StoreUnavailable."""
+    """Publishes the plan's complete targets, and what extra roots hold.
+
+    Raises LockTimeout, StoreUnavailable.
+    """
     mark = fingerprint_for(plan, devices[0])
     targets = {target.key: target for target in plan.targets(devices)}
     exchange = Exchange(cache, store, mark, targets)
@@ -164,9 +186,11 @@ def publish_plan(
         for trouble in exchange.look():
             tell(f"warning: {trouble}; not published")
         sent = exchange.publish_complete(exchange.complete)
+    others = [ExtraExchange(one, store, mark, tell, lock_timeout).publish() for one in extras]
     return Publication(
         fingerprint=mark.digest,
         published=tuple(sent),
         known=len(exchange.complete) - len(sent),
         missing=tuple(str(targets[key]) for key in sorted(exchange.missing)),
+        extra_files=sum(other.published for other in others),
     )

@@ -43,14 +43,15 @@ def looked_up(used: Iterable[str], bundled: Collection[str] = ()) -> set[str]:
     return {folder for folder in folders if folder.rpartition("/")[2] not in bundled}
 
 
-def regroup(root: Path, paths: Collection[str]) -> None:
+def regroup(root: Path, paths: Collection[str], folder: str = f"{FOLDER}/") -> None:
     """Writes the lists of those kernels among ``paths`` that have none, or that of another root.
 
-    Triton takes a kernel only if its list names files that exist. Raises OSError.
+    Triton takes a kernel only if its list names files that exist. ``folder``: what the names of its
+    files begin with. Raises OSError.
     """
-    kernels = {path for path in paths if path.startswith(f"{FOLDER}/") and path.endswith(".json")}
+    kernels = {path for path in paths if path.startswith(folder) and path.endswith(".json")}
     for path in kernels:
-        if not is_group(path):
+        if not path.rpartition("/")[2].startswith(GROUP):
             _write_group(root / path)
 
 

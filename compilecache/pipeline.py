@@ -29,9 +29,12 @@ from compilecache.errors import (
     UnexpectedCompile,
 )
 from compilecache.exchange import Exchange, Restored, siblings
+from compilecache.extraexchange import ExtraRoots
+from compilecache.extras import ExtraRoot
 from compilecache.fingerprint import environment, fingerprint
 from compilecache.progress import LogProgress, Progress
 from compilecache.remains import sweep
+from compilecache.replicas import refuse_mixed
 from compilecache.report import Report, Status, TargetReport
 from compilecache.shapes import CompileTarget, EngineName
 from compilecache.sharing import Listener, Sharing
@@ -68,6 +71,8 @@ class Job:
     lock_timeout: float = 3600.0
     """Seconds to wait for another writer, and for whoever has claimed a target; above what the slowest
     takes."""
+    extras: tuple[ExtraRoot, ...] = ()
+    """Cache roots of other compilers, restored before and published after."""
     spare: int = SPARE_ENTRIES
     """Compiled entries to leave room for beyond the targets."""
 
@@ -83,7 +88,7 @@ def warm(job: Job, replicas: Iterable[Replica], progress: Progress | None = None
     Raises PlanError, RecompileBudgetExceeded and LockTimeout; with ``strict`` also CompileFailed,
     UnexpectedCompile and every cache trouble.
     """
-    _refuse_mixed({target.device for target in job.targets})
+    refuse_mixed({target.device for target in job.targets})
     iterator = iter(replicas)
     first = next(iterator)
     mark = fingerprint(
@@ -125,22 +130,6 @@ def walk(
                 yield target, error
 
 
-def _refuse_mixed(devices: set[str]) -> None:
-    """One fingerprint cannot stand for two kinds of device."""
-    kinds = {device: _kind(torch.device(device)) for device in sorted(devices)}
-    if len(set(kinds.values())) > 1:
-        named = ", ".join(f"{device} ({kind})" for device, kind in kinds.items())
-        raise PlanError(
-            f"these devices are not of one kind: {named}",
-            next_step="Warm each kind in a call of its own",
-            field="device",
-        )
-
-
-def _kind(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 class _Warming:
     """One run of the pipeline."""
 
@@ -157,6 +146,7 @@ class _Warming:
             elsewhere=self._files_elsewhere,
             strict=job.strict,
         )
+        self._extras = ExtraRoots(job.extras, job.store, exchange.mark, job.lock_timeout)
         self._restored = Restored()
         self._gave_up: list[str] = []
         self._rows: dict[str, TargetReport] = {}
@@ -165,6 +155,7 @@ class _Warming:
     def run(self, replicas: Iterator[Replica]) -> Report:
         began = time.perf_counter()
         self._job.cache.use()
+        self._extras.restore(self._surviving, self._trouble)
         self._progress.begin(len(self._job.targets))
         self._exchange.look()
         if self._exchange.missing:
@@ -175,6 +166,7 @@ class _Warming:
         if not self._rows:
             self._walk(replicas)
         self._publish_left_over()
+        self._extras.publish(self._surviving, self._trouble)
         return self._report(time.perf_counter() - began)
 
     def _fill(self) -> None:
@@ -399,6 +391,7 @@ class _Warming:
             store=self._job.store.url if self._job.store else None,
             targets=tuple(self._rows[t.key] for t in self._job.targets if t.key in self._rows),
             gave_up=tuple(self._gave_up),
+            extra_roots=self._extras.report(),
             restored_bytes=self._restored.bytes,
             restored_files=self._restored.files,
             restore_seconds=self._restored.seconds,

@@ -6,6 +6,7 @@ nothing changed: whoever comes second reads what is there.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -19,15 +20,9 @@ from compilecache.errors import (
     UnsafePath,
     UntrustedArtifact,
 )
-from compilecache.signing import (
-    NOBODY,
-    SIGNATURE_BYTES,
-    Keys,
-    SignKey,
-    signature_name,
-    signature_of,
-)
+from compilecache.signing import NOBODY, Keys, SignKey, signature_name, signature_of
 from compilecache.sweeps import renew
+from compilecache.vouching import Vouching, refusal
 
 VERSION = "v1"
 DIGEST = re.compile(r"[0-9a-f]{8,128}")
@@ -104,13 +99,18 @@ class _Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A record in force."""
+class Found:
+    """A record as it lies in a store."""
 
     record: Record
     name: str
     data: bytes
-    """As it lies in the store; this is what gets signed."""
+    """Its bytes there; this is what gets signed."""
+
+    @property
+    def sha256(self) -> str:
+        """Of those bytes, in hex."""
+        return hashlib.sha256(self.data).hexdigest()
 
 
 class Records:
@@ -119,6 +119,7 @@ class Records:
     def __init__(self, calls: Calls, keys: Keys) -> None:
         self._calls = calls
         self._keys = keys
+        self._vouching = Vouching(calls, keys)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -135,6 +136,29 @@ class Records:
             faults=tuple(sorted(f for s in searches.values() for f in s.faults)),
             untrusted=tuple(sorted(f for s in searches.values() for f in s.untrusted)),
         )
+
+    def exact(self, fingerprint: str, key: str, generation: int) -> Found | None:
+        """One generation of a target, in force or not; None when it is absent.
+
+        Raises ChecksumMismatch, UnsafePath and UntrustedArtifact for one that cannot be used.
+        """
+        listed = self._listed(fingerprint, [key]).get(key, _Listed())
+        search = _Search(self._calls, self._keys, fingerprint, key)
+        return search.read(generation, listed.signers.get(generation, set()))
+
+    def pinned(self, fingerprint: str, key: str, generation: int, sha256: str) -> Record | None:
+        """The generation of a target that has these very bytes; None when it is absent.
+
+        Whoever names it by its digest vouches for it: signatures are not looked at. Raises
+        ChecksumMismatch for other bytes.
+        """
+        everybody = _Search(self._calls, NOBODY, fingerprint, key)
+        found = everybody.read(generation, ())
+        if found is not None and found.sha256 != sha256:
+            problem = f"{key}, generation {generation}, has other bytes than were named"
+            step = "Do not use this store, or name what it holds now"
+            raise ChecksumMismatch(problem, next_step=step, faults=(problem,))
+        return None if found is None else found.record
 
     def published(self, fingerprint: str) -> frozenset[str]:
         """Keys of all targets that have a record, signed or not, from one listing."""
@@ -214,7 +238,7 @@ class Records:
         if not stored.same_content(record) or stored.generation != record.generation:
             return None
         signer = self._keys.signer
-        if signer is not None and self._sign(signer, _Found(stored, name, data)) is None:
+        if signer is not None and self._sign(signer, Found(stored, name, data)) is None:
             return None
         if was_there:
             renew(self._calls.storage, self._calls.call, folder_of(record.fingerprint))
@@ -226,6 +250,11 @@ class Records:
         if self._keys.signer is not None:
             names.append(signature_name(names[0], self._keys.signer.public))
         return all(self._calls.size("record lookup", name) is not None for name in names)
+
+    def there(self, record: Record) -> bool:
+        """Whether a record is there still, whoever has signed it."""
+        name = _name((record.fingerprint, record.key, record.generation))
+        return self._calls.size("record lookup", name) is not None
 
     def sign(self, signer: SignKey, fingerprint: str, *, unsigned: bool) -> Signed:
         """Adds a signature to the record in force of each target, if a trusted key signed it.
@@ -251,14 +280,8 @@ class Records:
             refused=tuple(refused),
         )
 
-    def _sign(self, signer: SignKey, found: _Found) -> bool | None:
-        """Whether the signature is new; None when something else lies, and stays, in its place."""
-        name, signature = signature_name(found.name, signer.public), signer.sign(found.data)
-        present = self._calls.read(name, SIGNATURE_BYTES + 1)
-        if present is None:
-            self._calls.create(f"signature of {found.record.key}", name, signature)
-            return True if self._calls.read(name, SIGNATURE_BYTES + 1) == signature else None
-        return False if present == signature else None
+    def _sign(self, signer: SignKey, found: Found) -> bool | None:
+        return self._vouching.sign(signer, found.name, found.data, found.record.key)
 
 
 class _Search:
@@ -271,11 +294,11 @@ class _Search:
         self.faults: list[str] = []
         self.untrusted: list[str] = []
 
-    def newest(self, listed: _Listed) -> _Found | None:
+    def newest(self, listed: _Listed) -> Found | None:
         """The highest generation that can be read and is trusted; the others are noted."""
         for generation in sorted(listed.generations, reverse=True):
             try:
-                found = self._read(generation, listed.signers.get(generation, set()))
+                found = self.read(generation, listed.signers.get(generation, set()))
             except (ChecksumMismatch, UnsafePath, UntrustedArtifact) as error:
                 noted = self.untrusted if isinstance(error, UntrustedArtifact) else self.faults
                 noted.append(f"{self._place[1]}, generation {generation}: {error.problem}")
@@ -284,38 +307,17 @@ class _Search:
                 return found
         return None
 
-    def _read(self, generation: int, signers: Collection[str]) -> _Found | None:
+    def read(self, generation: int, signers: Collection[str]) -> Found | None:
+        """One generation; None when it is absent. Raises what makes it unusable."""
         place = (*self._place, generation)
         name = _name(place)
-        data = self._trusted(name, signers) if self._keys.trusted else self._calls.read(name)
+        data = Vouching(self._calls, self._keys).read(name, signers)
         if data is None:
             return None
         record = Record.parse(data)
         if (record.fingerprint, record.key, record.generation) != place:
             raise _misplaced(signed=bool(self._keys.trusted))
-        return _Found(record, name, data)
-
-    def _trusted(self, name: str, signers: Collection[str]) -> bytes | None:
-        """The bytes of a record that a trusted key signed. Others are not parsed, nor even read
-        where no trusted key claims them. Raises UntrustedArtifact."""
-        claimed = self._keys.named(signers)
-        if not claimed:
-            known = ", ".join(sorted(signers)[:5])
-            raise refusal(f"signed by {known}, which is not trusted" if signers else "not signed")
-        data = self._calls.read(name)
-        for key in claimed:
-            signature = self._calls.read(signature_name(name, key), SIGNATURE_BYTES + 1)
-            if data is None or key.verifies(signature or b"", data):
-                return data
-        raise refusal(f"it is not what {claimed[0].id} signed")
-
-
-def refusal(problem: str) -> UntrustedArtifact:
-    """The error for a record that nobody trusted signed."""
-    return UntrustedArtifact(
-        problem,
-        next_step="Warm it again where the sign key is, or vouch for it with 'compilecache sign'",
-    )
+        return Found(record, name, data)
 
 
 def _misplaced(*, signed: bool) -> CompileCacheError:

@@ -9,8 +9,9 @@ from compilecache.artifact import FileEntry, Record
 from compilecache.cachedir import CacheDir
 from compilecache.errors import CompileCacheError, StoreUnavailable
 from compilecache.fetch import fetch_packs
+from compilecache.findings import Finding
 from compilecache.fingerprint import Fingerprint
-from compilecache.inspection import Finding, Inspection
+from compilecache.inspection import Inspection
 from compilecache.pack import write_pack
 from compilecache.packages import described
 from compilecache.rootinspection import lacking

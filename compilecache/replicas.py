@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -32,6 +32,22 @@ def refuse_absent(device: str) -> None:
             next_step=f"Choose among {have} with --device",
             field="device",
         )
+
+
+def refuse_mixed(devices: Collection[str]) -> None:
+    """Raises PlanError: one fingerprint cannot stand for two kinds of device."""
+    kinds = {device: _kind(torch.device(device)) for device in sorted(devices)}
+    if len(set(kinds.values())) > 1:
+        named = ", ".join(f"{device} ({kind})" for device, kind in kinds.items())
+        raise PlanError(
+            f"these devices are not of one kind: {named}",
+            next_step="Warm each kind in a call of its own",
+            field="device",
+        )
+
+
+def _kind(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def fingerprint_for(plan: ShapePlan, device: str) -> Fingerprint:

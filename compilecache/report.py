@@ -41,6 +41,21 @@ class TargetReport(BaseModel):
     error: str | None = None
 
 
+class ExtraReport(BaseModel):
+    """The cache root of another compiler."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    root: str
+    files: int = 0
+    """Finished files in it now."""
+    restored: int = 0
+    """Files that came from the store in this run."""
+    published: int = 0
+    """Files that went there."""
+
+
 class Report(BaseModel):
     """A whole warm-up."""
 
@@ -51,6 +66,8 @@ class Report(BaseModel):
     root: str
     store: str | None
     targets: tuple[TargetReport, ...]
+    extra_roots: tuple[ExtraReport, ...] = ()
+    """Cache roots of other compilers; empty unless some were named."""
     gave_up: tuple[str, ...] = ()
     """Cache trouble that was survived, in words; empty on a good day."""
     restored_bytes: int = 0

@@ -18,6 +18,8 @@ from compilecache.storage import Stored
 from compilecache.store import ArtifactStore
 from compilecache.sweeps import FOLDER as SWEEPS
 from compilecache.sweeps import Sweep, SweepExpired
+from compilecache.tagstore import FOLDER as TAGS
+from compilecache.tagstore import released_objects
 
 Why = Literal["superseded", "age", "count", "bytes"]
 
@@ -60,6 +62,10 @@ class Collection:
     """Uploads that never ended."""
     probes: int = 0
     """Objects of ``doctor`` that it could not delete."""
+    tags: int = 0
+    """Tags that were released."""
+    kept_by: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Fingerprints that stay at least in part → the tags that need them."""
     held: dict[str, str] = field(default_factory=dict)
     """Fingerprints that nothing was taken of, and why not."""
 
@@ -75,14 +81,19 @@ def untouchable(holding: Holding, now: float, rule: Retention) -> str | None:
         return "somebody claims a target of it"
     if holding.foreign:
         return "another version of compilecache has written records of it"
+    if holding.unjudged is not None:
+        return (
+            f"tag '{holding.unjudged}' cannot be read, and may need it "
+            f"('compilecache tag {holding.unjudged} --release' lets go of it)"
+        )
     return None
 
 
 def may_go_whole(holding: Holding, now: float, rule: Retention) -> bool:
-    """Whether a fingerprint is old enough, unclaimed, and nobody asked to keep it."""
+    """Whether a fingerprint is old enough, unclaimed, in no tag, and nobody asked to keep it."""
     asked = rule.asked_for(holding.fingerprint)
     old = holding.touched() <= now - rule.grace
-    return old and not asked and untouchable(holding, now, rule) is None
+    return old and not asked and not holding.kept and untouchable(holding, now, rule) is None
 
 
 def choose(holdings: Iterable[Holding], now: float, rule: Retention) -> dict[str, Why]:
@@ -138,6 +149,9 @@ class Collector:
                 if holding.fingerprint in whole
                 else spare(holding, now, self._rule)
             )
+            if holding.kept:
+                named = sorted({name for names in holding.kept.values() for name in names})
+                done.kept_by[holding.fingerprint] = tuple(named)
             reason = untouchable(holding, now, self._rule)
             if reason is not None:
                 done.held[holding.fingerprint] = reason
@@ -147,6 +161,7 @@ class Collector:
                     _collected(holding.fingerprint, why, sizes, holding.fingerprint in whole)
                 )
         done.half_uploads = len(self._half_uploads(now))
+        done.tags = len(self._released_tags(now))
         done.probes = len(old_probes(self._store, now - self._rule.grace))
         return done
 
@@ -157,6 +172,7 @@ class Collector:
         """
         planned = self.plan(now)
         done = Collection(planned.url, planned.fingerprints, planned.bytes, held=planned.held)
+        done.kept_by = planned.kept_by
         for part in planned.collected:
             tell(f"collecting {part.fingerprint[:12]}")
             gone = self._sweep(part)
@@ -165,10 +181,21 @@ class Collector:
         for name in self._half_uploads(now):
             self._drop(name)
             done.half_uploads += 1
+        for name in self._released_tags(now):
+            self._delete(name)
+            done.tags += 1
         for name in old_probes(self._store, now - self._rule.grace):
             self._delete(name)
             done.probes += 1
         return done
+
+    def _released_tags(self, now: float) -> list[str]:
+        """Objects of tags that were released long ago; the releases stay, so that names count on."""
+        objects = self._store.call("listing", lambda: self._store.storage.survey(TAGS))
+        latest = now - self._rule.grace
+        shelf = self._store.tags.shelf(unsigned=True)
+        gone = released_objects(shelf, objects, lambda name: objects[name].modified <= latest)
+        return [f"{TAGS}/{name}" for name in gone]
 
     def _delete(self, name: str) -> None:
         self._store.call(f"deleting '{name}'", lambda: self._store.storage.delete(name))

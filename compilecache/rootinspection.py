@@ -12,7 +12,8 @@ from compilecache.artifact import FileEntry, Record
 from compilecache.cachedir import CacheDir
 from compilecache.contents import TRANSIENT
 from compilecache.errors import ChecksumMismatch, UnsafePath
-from compilecache.inspection import Finding, Inspection
+from compilecache.findings import Finding
+from compilecache.inspection import Inspection
 from compilecache.keeping import DAY
 from compilecache.remains import unfinished
 from compilecache.rootfolder import OWN

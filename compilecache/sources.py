@@ -27,6 +27,15 @@ def source_digest(module_name: str) -> str:
 
 def file_digest(module_name: str) -> str:
     """The same without importing it: a training script would run. Raises ImportError, OSError."""
+    path = source_file(module_name)
+    if path is None:
+        found = sys.modules.get(module_name)
+        return f"no source: {getattr(found, '__version__', 'unversioned')}"
+    return _digest(ast.parse(path.read_text(encoding="utf-8")).body)
+
+
+def source_file(module_name: str) -> Path | None:
+    """Where the source of a module lies; None when it has none. Raises ImportError."""
     if module_name in sys.modules or module_name != import_name("__main__"):
         found = sys.modules.get(module_name) or importlib.util.find_spec(module_name)
     else:
@@ -34,9 +43,7 @@ def file_digest(module_name: str) -> str:
     if found is None:
         raise ModuleNotFoundError(module_name)
     path = getattr(found, "__file__", None) or getattr(found, "origin", None)
-    if path is None or not path.endswith(".py"):
-        return f"no source: {getattr(found, '__version__', 'unversioned')}"
-    return _digest(ast.parse(Path(path).read_text(encoding="utf-8")).body)
+    return Path(path) if path is not None and path.endswith(".py") else None
 
 
 def classes_digest(classes: Collection[type]) -> str:

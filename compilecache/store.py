@@ -8,12 +8,13 @@ Layout below the root::
                     /artifacts/<key>/<generation>.<key id>.sig    written after its record
                     /claims/<key>/<generation>.json               see ``claims.py``
                     /sweeps/<token>, /renewed/<hour>              see ``sweeps.py``
+    v1/tags/<name>/<generation>.json                              see ``tagstore.py``
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
@@ -24,10 +25,20 @@ from compilecache.calls import Calls
 from compilecache.errors import ChecksumMismatch, StoreUnavailable, UntrustedArtifact
 from compilecache.pack import broken_packs, sha256_of
 from compilecache.reader import AbsentError, Reader
-from compilecache.records import DIGEST, VERSION, Records, Signed, StoreEntry, StoreView, folder_of
+from compilecache.records import (
+    DIGEST,
+    VERSION,
+    Found,
+    Records,
+    Signed,
+    StoreEntry,
+    StoreView,
+    folder_of,
+)
 from compilecache.signing import NOBODY, Keys, open_keys
 from compilecache.storage import Option, Storage, open_storage
 from compilecache.sweeps import wait_for_sweeps
+from compilecache.tagstore import Tags
 
 BUDGET_SECONDS = 120.0
 READ_BACK_BYTES = 64 << 20
@@ -37,6 +48,7 @@ PUBLISHED_AGAIN = 3
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -51,6 +63,8 @@ class ArtifactStore:
         self._calls = Calls(storage, budget)
         self._keys = keys
         self._records = Records(self._calls, keys)
+        self.tags = Tags(self._calls, keys)
+        """Names of states that are known to work."""
 
     @classmethod
     def open(
@@ -158,7 +172,7 @@ class ArtifactStore:
             stored = self._records.add(record)
             # A sweep that began before the record was there may not know of it; one that begins
             # now does. So: wait for those, then see what they left.
-            wait_for_sweeps(self.storage, self.call, folder_of(record.fingerprint))
+            self.settle(record.fingerprint)
             if self._records.holds(stored) and not self._missing_packs(stored):
                 return stored
         self._refuse_missing_packs(record)
@@ -174,9 +188,15 @@ class ArtifactStore:
             raise broken_packs(f"pack {sha256[:12]}: missing" for sha256 in sorted(missing))
 
     def _missing_packs(self, record: Record) -> set[str]:
-        folder = f"{folder_of(record.fingerprint)}/packs"
-        there = self.call("listing packs", lambda: self.storage.walk(folder))
-        return {e.pack for e in record.files if f"{e.pack}.tar.zst" not in there}
+        return self.missing_packs(record.fingerprint, {entry.pack for entry in record.files})
+
+    def _packs(self, fingerprint: str) -> Collection[str]:
+        folder = f"{folder_of(fingerprint)}/packs"
+        return self.call("listing packs", lambda: self.storage.walk(folder))
+
+    def settle(self, fingerprint: str) -> None:
+        """Returns when no collector can be at work that began before this call."""
+        wait_for_sweeps(self.storage, self.call, folder_of(fingerprint))
 
     def _send(self, fingerprint: str, info: PackInfo, pack: Path) -> None:
         if not _is_pack(pack, info):
@@ -230,6 +250,30 @@ class ArtifactStore:
         With ``keys`` the cost depends on their number only, not on what else is published.
         """
         return self._records.latest(fingerprint, keys)
+
+    def exact(self, fingerprint: str, key: str, generation: int) -> Found | None:
+        """One generation of a target, in force or not, if it can be used and is trusted.
+
+        Raises ChecksumMismatch, UnsafePath, UntrustedArtifact.
+        """
+        return self._records.exact(fingerprint, key, generation)
+
+    def pinned(self, fingerprint: str, key: str, generation: int, sha256: str) -> Record | None:
+        """The same by the digest of its bytes, which whoever names it vouches for."""
+        return self._records.pinned(fingerprint, key, generation, sha256)
+
+    def has_record(self, record: Record) -> bool:
+        """Whether a record is there, in force or not."""
+        return self._records.there(record)
+
+    def each(self, items: Sequence[S], act: Callable[[S], T]) -> list[T]:
+        """``act`` on every item, in order, several at a time where that helps."""
+        return self._calls.each(items, act)
+
+    def missing_packs(self, fingerprint: str, packs: Collection[str]) -> set[str]:
+        """Those of these packs, by sha256, that are not there."""
+        there = self._packs(fingerprint)
+        return {sha256 for sha256 in packs if f"{sha256}.tar.zst" not in there}
 
     def keys(self, fingerprint: str) -> frozenset[str]:
         """Keys of everything published for a fingerprint, signed or not, from one listing."""

@@ -31,6 +31,7 @@ def group() -> None:
     common.sign_option,
     common.trust_option,
     common.root_option,
+    common.extra_option,
     common.lock_option,
     common.share_option,
 )
@@ -48,6 +49,7 @@ def run(
     sign_key: Path | None,
     trust_keys: tuple[Path, ...],
     root: Path | None,
+    extra_roots: tuple[str, ...],
     lock_timeout: float,
     no_share: bool,
     timeout: float | None,
@@ -59,6 +61,7 @@ def run(
 
     plan = ShapePlan.load(plan_file)
     cache = common.open_root(root)
+    extras = common.open_extras(extra_roots, cache)
     opened = common.open_store(store, trust_keys, sign_key)
     places = common.choose_devices(devices)
     from compilecache.jobs import warm_plan
@@ -74,6 +77,7 @@ def run(
             progress=teller,
             share=not no_share,
             lock_timeout=lock_timeout,
+            extras=extras,
         )
     proof = prove(plan, places, cache.root, timeout=timeout)
     good = report.warm and proof.warm
@@ -100,6 +104,7 @@ def run(
     common.store_option,
     common.trust_option,
     common.root_option,
+    common.extra_option,
     common.lock_option,
 )
 @click.option(
@@ -123,6 +128,7 @@ def pull(
     store: str | None,
     trust_keys: tuple[Path, ...],
     root: Path | None,
+    extra_roots: tuple[str, ...],
     lock_timeout: float,
     wait: float,
     ready: Path | None,
@@ -135,6 +141,7 @@ def pull(
 
     plan = ShapePlan.load(plan_file)
     cache = common.open_root(root)
+    extras = common.open_extras(extra_roots, cache)
     places = common.choose_devices(devices)
     from compilecache.jobs import Restoration, restore_plan
 
@@ -144,7 +151,7 @@ def pull(
         opened = common.open_store(store, trust_keys)
         return restore_plan(
             plan, places, cache, opened, lambda text: click.echo(text, err=True),
-            lock_timeout=lock_timeout,
+            lock_timeout=lock_timeout, extras=extras,
         )  # fmt: skip
 
     while True:

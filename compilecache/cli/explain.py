@@ -10,11 +10,12 @@ import click
 
 from compilecache.cli import DAMAGED, NOT_WARM
 from compilecache.cli import options as common
-from compilecache.shapes import EngineName
+from compilecache.shapes import EngineName, ShapePlan
 
 if TYPE_CHECKING:
     from compilecache.explaining import Explanation
     from compilecache.search import Changed, Finding, ProgramFacts, Published, State
+    from compilecache.store import ArtifactStore
 
 SHOWN = 36
 """Letters of a value that are shown whole."""
@@ -22,8 +23,12 @@ AROUND = 12
 """Letters of a long one that are shown before what differs."""
 
 
-@click.command(epilog="Example: compilecache explain plan.yaml --device cuda:0,cuda:1")
-@common.plan_argument
+@click.command(
+    epilog="Examples: compilecache explain plan.yaml --device cuda:0,cuda:1; "
+    "compilecache explain --tag good"
+)
+@common.optional_plan_argument
+@common.tag_option
 @common.with_options(
     common.device_option,
     common.store_option,
@@ -34,8 +39,9 @@ AROUND = 12
 )
 @common.json_option
 def explain(
-    plan_file: Path,
+    plan_file: Path | None,
     *,
+    tag_name: str | None,
     devices: str | None,
     store: str | None,
     baked: Path | None,
@@ -46,12 +52,21 @@ def explain(
     engine: EngineName | None,
     as_json: bool,
 ) -> None:
-    """Say why a process here would start warm with PLAN, or what is in the way.
+    """Say why a process here would start warm with PLAN, or what has changed since a tag.
 
     Where each target would come from, what a program was compiled for and is not so here, and which
     published fingerprint comes nearest. Nothing is compiled, restored or written. Leaves with 3 when
     something is missing or does not fit, 4 when something in the cache root is damaged.
+
+    With --tag: packages, versions, settings, variables, GPUs and sources that are not as they were,
+    with PLAN its shapes too, and the commands that undo it. Leaves with 3 when anything is.
     """
+    if tag_name is not None:
+        plan = plan_file and common.load_plan(plan_file, workload, settings, engine)
+        _since(tag_name, plan or None, store, common.open_store(store, trust_keys), as_json)
+        return
+    if plan_file is None:
+        raise click.UsageError("name a PLAN, or a state that is known to work with --tag")
     plan = common.load_plan(plan_file, workload, settings, engine)
     opened = common.open_store(store, trust_keys)
     places = common.choose_devices(devices)
@@ -68,6 +83,29 @@ def explain(
     if found.damaged:
         raise SystemExit(DAMAGED)
     if not found.warm:
+        raise SystemExit(NOT_WARM)
+
+
+def _since(
+    name: str,
+    plan: ShapePlan | None,
+    address: str | None,
+    store: ArtifactStore | None,
+    as_json: bool,
+) -> None:
+    """What has changed since a tag was made; ``address``: the store as the command line names it."""
+    if store is None:
+        raise click.UsageError("--store none holds no tags")
+    tag = common.find_tag(store, name)
+    from compilecache.changes import changes_since
+    from compilecache.cli.changes import print_changes
+
+    found = changes_since(tag, plan, address)
+    if as_json:
+        common.print_json({**found.as_json(), "note": tag.note, "created": tag.created})
+    else:
+        print_changes(tag, found)
+    if found.changes:
         raise SystemExit(NOT_WARM)
 
 

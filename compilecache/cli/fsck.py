@@ -155,6 +155,8 @@ class _Repairs:
 
 def _print(done: Inspection) -> None:
     counts = [common.count(done.fingerprints, "fingerprint"), common.count(done.records, "record")]
+    if done.tags:
+        counts.append(common.count(done.tags, "tag"))
     more = (done.packs, "pack") if done.packs or not done.files else (done.files, "file")
     rows = [
         ("" if f.harmless else "DAMAGED", f.kind, f.fingerprint[:12], f.where, f.what)
@@ -175,6 +177,11 @@ def _print(done: Inspection) -> None:
 
 
 def _next_step(done: Inspection) -> str:
+    if {finding.kind for finding in done.damage} == {"tag"}:
+        return (
+            "Tag a working run again, or let go of what cannot be used with\n"
+            "'compilecache tag NAME@GENERATION --release'."
+        )
     if done.packs or not done.files:
         return (
             "Run 'compilecache fsck PLAN --repair' where a complete cache root is, or warm\n"

@@ -98,7 +98,7 @@ def gc(
 
     Nothing goes without --yes. Of a store go superseded generations, packs that no record names, and
     fingerprints that were published longest ago; of a root, what no record lists, and what was used
-    longest ago. What is claimed, young or in use stays.
+    longest ago. What is claimed, young, in use or named by a tag stays.
     """
     sides = common.chosen_sides(local, remote, store, root)
     rule: dict[str, Any] = {"keep_days": keep_days, "grace_hours": grace_hours, "keep": keep}
@@ -166,13 +166,22 @@ def _print_collection(done: Collection, yes: bool) -> None:
         ("fingerprint", "what goes", "why"),
         ("records", "packs", "MB"),
     )
+    for fingerprint, names in sorted(done.kept_by.items()):
+        click.echo(f"  {fingerprint[:12]} is kept by {_named_tags(names)}")
     for fingerprint, reason in sorted(done.held.items()):
         click.echo(f"  {fingerprint[:12]} stays as it is: {reason}")
+    if done.tags:
+        click.echo(f"  {common.count(done.tags, 'object')} of tags that were released")
     if done.half_uploads:
         click.echo(f"  {common.count(done.half_uploads, 'upload')} that never ended")
     if done.probes:
         click.echo(f"  {common.count(done.probes, 'probe')} that doctor left")
     click.echo(f"{_frees(yes)} {common.megabytes(done.freed)} MB in the store")
+
+
+def _named_tags(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{'tag' if len(names) == 1 else 'tags'} {', '.join(names[:5])}{more}"
 
 
 def _print_trim(done: Trim, yes: bool) -> None:

@@ -33,15 +33,7 @@ def ls(
     if digest is None:
         _fingerprints(opened, as_json)
     else:
-        _targets(opened, _full(opened, digest), as_json)
-
-
-def _full(store: ArtifactStore, digest: str) -> str:
-    found = [known for known in store.fingerprints() if known.startswith(digest)]
-    if len(found) != 1:
-        problem = f"{len(found)} fingerprints of '{store.url}' start with '{digest}'"
-        raise click.UsageError(f"{problem}; see 'compilecache ls --store {store.url}'")
-    return found[0]
+        _targets(opened, common.full_digest(opened, digest), as_json)
 
 
 def _fingerprints(store: ArtifactStore, as_json: bool) -> None:

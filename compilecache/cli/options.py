@@ -17,13 +17,18 @@ from compilecache.shapes import TARGET_LIMIT, EngineName, ShapePlan
 
 if TYPE_CHECKING:
     from compilecache.cachedir import CacheDir
+    from compilecache.extras import ExtraRoot
     from compilecache.progress import Progress
     from compilecache.store import ArtifactStore
+    from compilecache.tags import Tag
 
 F = TypeVar("F", bound=Callable[..., object])
 
 plan_argument = click.argument(
     "plan_file", metavar="PLAN", type=click.Path(path_type=Path, dir_okay=False)
+)
+optional_plan_argument = click.argument(
+    "plan_file", metavar="[PLAN]", required=False, type=click.Path(path_type=Path, dir_okay=False)
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 device_option = click.option(
@@ -70,6 +75,14 @@ root_option = click.option(
 network_option = click.option(
     "--allow-network-root", is_flag=True, help="Use a cache root on a network file system."
 )
+extra_option = click.option(
+    "--extra-root",
+    "extra_roots",
+    multiple=True,
+    metavar="NAME[=DIR]",
+    help="Also the cache of another compiler: triton, cuda, flashinfer, tilelang, deepgemm, or any "
+    "NAME=DIR. Repeatable.  [default: COMPILECACHE_EXTRA_ROOTS, else none]",
+)
 lock_option = click.option(
     "--lock-timeout",
     type=click.FloatRange(min=0),
@@ -89,6 +102,12 @@ limit_option = click.option(
     default=TARGET_LIMIT,
     show_default=True,
     help="Most targets allowed.",
+)
+tag_option = click.option(
+    "--tag",
+    "tag_name",
+    metavar="NAME",
+    help="What 'compilecache tag' named, its youngest, or NAME@GENERATION.",
 )
 workload_options = (
     click.option("--workload", metavar="MODULE:ATTR", help="Instead of the plan's own."),
@@ -183,6 +202,13 @@ def open_root(root: Path | None, *, allow_network: bool = False) -> CacheDir:
     return cache
 
 
+def open_extras(words: tuple[str, ...], cache: CacheDir) -> tuple[ExtraRoot, ...]:
+    """The extra cache roots of the command line or the environment."""
+    from compilecache.extras import extra_roots
+
+    return extra_roots(words or None, cache)
+
+
 def open_store(
     store: str | None, trust_keys: tuple[Path, ...] = (), sign_key: Path | None = None
 ) -> ArtifactStore | None:
@@ -192,6 +218,23 @@ def open_store(
     if store == "none":
         return None
     return ArtifactStore.open(store, sign_key=sign_key, trust_keys=trust_keys or None)
+
+
+def full_digest(store: ArtifactStore, digest: str) -> str:
+    """The fingerprint of the store that begins so."""
+    found = [known for known in store.fingerprints() if known.startswith(digest)]
+    if len(found) != 1:
+        problem = f"{len(found)} fingerprints of '{store.url}' start with '{digest}'"
+        raise click.UsageError(f"{problem}; see 'compilecache ls --store {store.url}'")
+    return found[0]
+
+
+def find_tag(store: ArtifactStore, name: str) -> Tag:
+    """What a tag's name means; younger ones of the name that cannot be used are told of."""
+    found = store.tags.find(name)
+    for text in found.passed_over:
+        tell(f"warning: {text}; {found.tag.full_name} is used")
+    return found.tag
 
 
 @dataclass(frozen=True, slots=True)

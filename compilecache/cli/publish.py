@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     common.trust_option,
     common.root_option,
     *common.workload_options,
+    common.extra_option,
     common.lock_option,
 )
 @common.json_option
@@ -53,6 +54,7 @@ def publish(
     workload: str | None,
     settings: tuple[str, ...],
     engine: EngineName | None,
+    extra_roots: tuple[str, ...],
     lock_timeout: float,
     as_json: bool,
 ) -> None:
@@ -72,18 +74,28 @@ def publish(
     assert plan_file is not None
     plan = common.load_plan(plan_file, workload, settings, engine)
     cache = common.open_root(root)
+    extras = common.open_extras(extra_roots, cache)
     from compilecache.jobs import publish_plan
 
-    done = publish_plan(plan, places, cache, opened, common.tell, lock_timeout=lock_timeout)
+    done = publish_plan(
+        plan, places, cache, opened, common.tell, lock_timeout=lock_timeout, extras=extras
+    )
     if as_json:
         common.print_json(
-            {"fingerprint": done.fingerprint, "published": done.published, "missing": done.missing}
+            {
+                "fingerprint": done.fingerprint,
+                "published": done.published,
+                "missing": done.missing,
+                "extra_files": done.extra_files,
+            }
         )
     else:
         click.echo(
             f"{len(done.published)} published, {done.known} there already, "
             f"{len(done.missing)} not warm here"
         )
+        if extras:
+            click.echo(f"{common.count(done.extra_files, 'file')} of extra roots published")
         for target in done.missing:
             click.echo(f"  not warm: {target}")
     if done.missing:

@@ -30,7 +30,9 @@ def sign(
     unsigned: bool,
     as_json: bool,
 ) -> None:
-    """Add a signature to every record in force that a trusted key signed. Nothing is removed.
+    """Add a signature to every record in force, and every tag, that a trusted key signed.
+
+    Nothing is removed.
 
     Leaves with 4 when records were passed over because nobody trusted signed them, or because they
     are damaged.
@@ -47,11 +49,16 @@ def sign(
         signed += [{"fingerprint": digest, "key": key} for key in done.keys]
         known += done.known
         refused += [f"{digest[:12]}: {text}" for text in done.refused]
+    tags, passed_over = opened.tags.sign(unsigned=unsigned)
+    refused += passed_over
     for text in refused:
         common.tell(f"warning: not signed: {text}")
     if as_json:
-        common.print_json({"signed": signed, "known": known, "refused": refused})
+        common.print_json({"signed": signed, "known": known, "tags": tags, "refused": refused})
     else:
-        click.echo(f"{len(signed)} signed, {known} signed before, {len(refused)} passed over")
+        named = f", {common.count(len(tags), 'tag')}" if tags else ""
+        click.echo(
+            f"{len(signed)} signed{named}, {known} signed before, {len(refused)} passed over"
+        )
     if refused:
         raise SystemExit(DAMAGED)

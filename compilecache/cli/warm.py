@@ -22,6 +22,7 @@ from compilecache.shapes import EngineName
     common.root_option,
     *common.workload_options,
     common.limit_option,
+    common.extra_option,
     common.lock_option,
     common.share_option,
     common.network_option,
@@ -46,6 +47,7 @@ def warm(
     settings: tuple[str, ...],
     engine: EngineName | None,
     limit: int,
+    extra_roots: tuple[str, ...],
     lock_timeout: float,
     no_share: bool,
     allow_network_root: bool,
@@ -61,6 +63,7 @@ def warm(
     plan = common.load_plan(plan_file, workload, settings, engine)
     plan.targets(["cpu"], limit=limit)
     cache = common.open_root(root, allow_network=allow_network_root)
+    extras = common.open_extras(extra_roots, cache)
     opened = common.open_store(store, trust_keys, sign_key)
     from compilecache.baked import open_baked
     from compilecache.jobs import warm_plan
@@ -79,6 +82,7 @@ def warm(
             share=not no_share,
             limit=limit,
             lock_timeout=lock_timeout,
+            extras=extras,
         )
     if as_json:
         common.print_json(report.model_dump(mode="json"))

@@ -79,7 +79,8 @@ def _places(cache: CacheDir, given: Mapping[str, str]) -> Iterator[Finding]:
     if triton and not _is_ours(Path(triton), cache):
         yield Finding(
             f"TRITON_CACHE_DIR={triton} is set, outside of the cache root",
-            "Triton's files then lie where no record sees them: what is published lacks them.",
+            "Triton's files then lie where no record sees them: what is published lacks them, unless "
+            "--extra-root triton takes them along.",
             "unset TRITON_CACHE_DIR",
             "warning",
         )

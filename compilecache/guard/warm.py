@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -23,11 +23,19 @@ from compilecache.guard.seal import OnMiss, Planned, Seal
 from compilecache.guard.state import ThreadState
 from compilecache.report import Report
 from compilecache.shapes import CompileTarget, InputSpec, ShapePlan
+from compilecache.tagging import Words
 
 logger = logging.getLogger("compilecache")
 
 Extend = Callable[[CompileTarget, PlannedFunction], Report]
 """Restores, or compiles and publishes, one more target."""
+
+
+class Tagger(Protocol):
+    """Names what a process uses in its store."""
+
+    def __call__(self, name: str, plan: ShapePlan, words: Words) -> str | None:
+        """The tag's full name; None when the store did not take it."""
 
 
 class Warm:
@@ -44,6 +52,7 @@ class Warm:
         on_miss: OnMiss = "error",
         gate_timeout: float = 600.0,
         extend: Extend | None = None,
+        tagger: Tagger | None = None,
     ) -> None:
         self.report = report
         """What it took, target by target; shapes added later are in it too."""
@@ -53,6 +62,7 @@ class Warm:
         """What a trace in one thread would do to the others, in this torch."""
         self._functions = tuple(functions)
         self._extend = extend
+        self._tagger = tagger
         self._failure = Failure()
         self._gate = Gate(gate_timeout, self._failure.check)
         self._state = state
@@ -148,6 +158,23 @@ class Warm:
     def dense_steps(self) -> int:
         """How often flex_attention ran uncompiled since; only ``on_miss="warn"`` lets it."""
         return self._seal.allowed["dense"]
+
+    def tag(
+        self, name: str, *, tokens_per_second: float | None = None, note: str = ""
+    ) -> str | None:
+        """Names what this process uses as a state that works: artifacts, plan, packages, settings.
+
+        From any thread, once the run is seen to go well. Returns the tag's full name ("good@2") for
+        ``compilecache restore --tag`` and ``explain --tag``; None when the store did not take it,
+        which ends no run unless it is strict: the log says why. Raises PlanError for a bad name.
+        """
+        if self._tagger is None:
+            raise PlanError(
+                "there is no store that could keep a tag",
+                next_step="Pass one to ensure_warm(store=…)",
+                field="store",
+            )
+        return self._tagger(name, self.plan, Words(tokens_per_second, note))
 
     def close(self) -> None:
         """Ends the seal. The compiled functions stay."""

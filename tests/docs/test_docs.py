@@ -29,6 +29,7 @@ from compilecache.evidence import Evidence, Outcome
 from compilecache.fingerprint import ENV_IGNORED, ENV_PREFIXES, fingerprint
 from compilecache.report import Report, Status, TargetReport
 from compilecache.shapes import InputSpec, ShapePlan, TensorSpec
+from compilecache.tags import Release, SourceFile, Surroundings, Tag, TaggedRecord
 from compilecache.workload import Workload
 from warmup.cli import group as warmup_group
 
@@ -171,6 +172,11 @@ FIELDS: list[tuple[str, type[BaseModel]]] = [
     ("plan-file.md", TensorSpec),
     ("formats.md", Record),
     ("formats.md", Claim),
+    ("formats.md", Tag),
+    ("formats.md", Release),
+    ("formats.md", Surroundings),
+    ("formats.md", SourceFile),
+    ("formats.md", TaggedRecord),
     ("library.md", Report),
     ("library.md", TargetReport),
     ("library.md", Evidence),
