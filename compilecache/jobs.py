@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from compilecache.cachedir import CacheDir
 from compilecache.exchange import Exchange, Restored, siblings
 from compilecache.fingerprint import environment
+from compilecache.picture.last import keep_report
 from compilecache.pipeline import Job, warm
 from compilecache.progress import Progress
 from compilecache.replicas import build_replicas, fingerprint_for
@@ -54,7 +56,10 @@ def warm_plan(
         share=share,
         lock_timeout=lock_timeout,
     )
-    return warm(job, build_replicas(workload, devices), progress)
+    report = warm(job, build_replicas(workload, devices), progress)
+    with suppress(OSError):  # for 'compilecache report' alone
+        keep_report(cache.root, report)
+    return report
 
 
 @dataclass(frozen=True, slots=True)
