@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from places import Cold
+from processes import ROOT
 from schemathesis import Case
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -27,6 +29,9 @@ from schemathesis.specs.openapi.checks import (
 )
 from services import TOKEN, Answer, Service, plan_of_acts
 
+from compilecache.picture.grid import SIGNS
+from compilecache.report import Status
+from compilecache.search import State
 from warmup.service.jobs import JobState, TargetState
 
 QUICK = settings(
@@ -230,12 +235,18 @@ def test_readiness_ends_with_the_stop(service: Service) -> None:
     ender.join()
 
 
+def test_every_status_of_the_library_is_a_state_with_a_sign() -> None:
+    """What reports and explanations say can be kept, and shown."""
+    script = (ROOT / "warmup" / "service" / "page" / "page.js").read_text(encoding="utf-8")
+    known = {*get_args(Status), *get_args(State)}
+    assert known <= {*get_args(TargetState)}
+    assert known <= SIGNS.keys()
+    for state in get_args(TargetState):
+        assert len(re.findall(rf'(?:"{state}"|\b{state}): "', script)) == 2, state
+
+
 def test_states_and_settings_are_documented() -> None:
     """Every state, setting and endpoint has its place in service.md."""
-    from typing import get_args
-
-    from processes import ROOT
-
     from warmup.service.settings import Settings
 
     text = (ROOT / "docs" / "service.md").read_text(encoding="utf-8")
@@ -245,8 +256,6 @@ def test_states_and_settings_are_documented() -> None:
 
 def test_endpoints_are_documented(shared: Service) -> None:
     """By method and path."""
-    from processes import ROOT
-
     text = (ROOT / "docs" / "service.md").read_text(encoding="utf-8")
     paths = shared.ask("GET", "/openapi.json").json["paths"]
     assert isinstance(paths, dict)

@@ -28,13 +28,14 @@ TargetState = Literal[
     "bypass",
     "failed",
     "cancelled",
+    "in image",
     "in store",
     "by rewriting",
     "damaged",
     "missing",
 ]
 """waiting, then compiling, priming or publishing; then how the report says it ended. bypass: compiled,
-and torch will compile it again on every start. The last four only in jobs of the kind explain."""
+and torch will compile it again on every start. The last five only in jobs of the kind explain."""
 
 IN_HAND: tuple[TargetState, ...] = ("compiling", "priming", "publishing")
 WARM: tuple[TargetState, ...] = ("restored", "local", "rewritten", "compiled")

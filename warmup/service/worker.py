@@ -132,9 +132,16 @@ def _open_store(order: Order) -> ArtifactStore | None:
 
 def explain(order: Order, line: Line) -> None:
     """Says where a start would take each target from."""
+    from compilecache.baked import open_baked
     from compilecache.explaining import explain_plan
 
-    found = explain_plan(order.plan, order.devices, CacheDir(order.root), _open_store(order))
+    found = explain_plan(
+        order.plan,
+        order.devices,
+        CacheDir(order.root),
+        _open_store(order),
+        open_baked(None, order.trust_keys or None),
+    )
     line.say(Identified(digest=found.fingerprint))
     plain: JsonValue = TypeAdapter(JsonValue).validate_python(
         TypeAdapter(dict[str, object]).dump_python(found.as_json(), mode="json")
@@ -146,6 +153,7 @@ def warm(order: Order, line: Line) -> None:
     """Makes the wanted targets warm, and says of each when it is."""
     import torch
 
+    from compilecache.baked import open_baked
     from compilecache.fingerprint import fingerprint
     from compilecache.picture.last import keep_report
     from compilecache.pipeline import Job
@@ -176,6 +184,7 @@ def warm(order: Order, line: Line) -> None:
         options=options,
         engine=plan.engine,
         share=order.share,
+        baked=open_baked(None, order.trust_keys or None),
         lock_timeout=order.lock_timeout,
     )
     models: chain[Replica] = chain([first], replicas)

@@ -3,7 +3,7 @@
 
 const SIGNS = {
   waiting: "·", compiling: "…", priming: "…", publishing: "…", restored: "↓", local: "✓", rewritten: "⇄",
-  compiled: "✓", bypass: "↷", failed: "✕", cancelled: "–", "in store": "↓", "by rewriting": "⇄",
+  compiled: "✓", bypass: "↷", failed: "✕", cancelled: "–", "in image": "↓", "in store": "↓", "by rewriting": "⇄",
   damaged: "✕", missing: "○",
 };
 const MEANINGS = {
@@ -11,7 +11,7 @@ const MEANINGS = {
   restored: "came from the store", local: "was in the cache root",
   rewritten: "another device's program, with this one's index", compiled: "compiled in this job",
   bypass: "ran, and torch compiles it again on every start", failed: "did not get warm", cancelled: "not wanted any more",
-  "in store": "a restore would bring it", "by rewriting": "another device's program would be rewritten",
+  "in image": "a start would take it from the image", "in store": "a restore would bring it", "by rewriting": "another device's program would be rewritten",
   damaged: "a file of it is not what it was", missing: "would be compiled",
 };
 const BUSY = ["compiling", "priming", "publishing"];
