@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from services import PATIENCE, Service, plan_of_acts
+from services import PATIENCE, Service, plan_of_acts, until
 
 from warmup.client import Client, ServiceError
 from warmup.service.orders import SAID
@@ -208,6 +210,28 @@ def test_two_services_on_one_queue_are_refused(service: Service, tmp_path: Path)
     other = Service(service.fresh, tmp_path, {"state": str(tmp_path / "state")})
     with pytest.raises(AssertionError, match="another service uses it"):
         other.start()
+
+
+def test_a_queue_that_cannot_be_written_is_said_and_mended_by_a_restart(service: Service) -> None:
+    """Nothing is answered as if it were kept; probes are told; the next start goes on."""
+    service.start()
+    kept = service.submit("slow", "quick")
+    service.until(kept, "compiling")
+    with closing(sqlite3.connect(service.folder / "state" / "jobs.sqlite")) as other:
+        other.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON events BEGIN SELECT RAISE(FAIL, 'disk full'); END"
+        )
+        answer = service.ask("POST", "/v1/jobs", {"plan": plan_of_acts("quick")})
+        assert answer.status == 503
+        assert "disk full" in str(answer.json["detail"])
+        until(lambda: service.ask("GET", "/healthz").status == 503)
+        assert service.ask("GET", "/readyz").status == 503
+        assert service.client.job(kept).state == "running"
+        other.execute("DROP TRIGGER full")
+    service.end()
+    service.start()
+    assert service.wait(kept).state == "done"
+    assert len(service.client.jobs().jobs) == 1
 
 
 def test_a_client_without_a_service_is_told_so() -> None:

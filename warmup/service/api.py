@@ -76,7 +76,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, object]]:
     }
 
 
-USUAL = (400, 401, 403, 408, 413, 421, 422)
+USUAL = (400, 401, 403, 408, 413, 421, 422, 503)
 
 api = APIRouter(
     prefix="/v1", dependencies=[Depends(must_know)], responses=problems(*USUAL), tags=["v1"]

@@ -50,17 +50,24 @@ def style() -> Response:
     return _file("page.css")
 
 
-@outside.get("/healthz", tags=["health"], summary="Alive", responses=problems(421))
-def healthz() -> Health:
-    """Whether the process answers; needs no token."""
-    return Health(ok=True)
+NOT_NOW: dict[int | str, dict[str, object]] = {
+    503: {"model": Health, "description": "Not now; says why."}
+}
+
+
+@outside.get("/healthz", tags=["health"], summary="Alive", responses={**NOT_NOW, **problems(421)})
+def healthz(its: Its, response: Response) -> Health:
+    """Whether a restart would not help; needs no token."""
+    broken = its.runner.broken
+    response.status_code = 503 if broken else 200
+    return Health(ok=not broken, why=broken or "")
 
 
 @outside.get(
     "/readyz",
     tags=["health"],
     summary="Ready",
-    responses={503: {"model": Health, "description": "Not now; says why."}, **problems(421)},
+    responses={**NOT_NOW, **problems(421)},
 )
 def readyz(its: Its, response: Response) -> Health:
     """Whether jobs are taken and worked on; needs no token."""

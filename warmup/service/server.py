@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import socket
+import sqlite3
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -61,6 +62,7 @@ class Application(FastAPI):
         self.add_exception_handler(Refusal, _refused)
         self.add_exception_handler(RequestValidationError, _invalid)
         self.add_exception_handler(HTTPException, _http)
+        self.add_exception_handler(sqlite3.Error, _no_queue)
         self.add_exception_handler(Exception, _unexpected)
         self.add_middleware(Counting, metrics=self.state.metrics)
 
@@ -112,6 +114,15 @@ def _http(_request: Request, error: Exception) -> Response:
     words = str(error.detail) or HTTPStatus(status).phrase
     step = NEXT_STEPS.get(status, "See GET /openapi.json")
     return problem_response(Problem.of(status, words, step), headers=error.headers)
+
+
+def _no_queue(_request: Request, error: Exception) -> Response:
+    log.error("the queue: %s", error)
+    return problem_response(
+        Problem.of(
+            503, f"the queue does not answer: {error}", "Look at the disk of its state folder"
+        )
+    )
 
 
 def _unexpected(_request: Request, error: Exception) -> Response:
