@@ -73,6 +73,10 @@ def main() -> None:
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=obey, daemon=True).start()
     say(said="fingerprint", digest="fe" * 16)
+    if order["kind"] == "explain":
+        say(said="explained", explanation=explanation(order))
+        say(said="ended", stopped=False)
+        return
     specs = order["plan"]["specs"]
     for position in order["positions"]:
         device, spec = order["devices"][position // len(specs)], specs[position % len(specs)]
@@ -83,6 +87,31 @@ def main() -> None:
             say(said="ended", stopped=True)
             return
     say(said="ended", stopped=False)
+
+
+def explanation(order: dict) -> dict:  # type: ignore[type-arg]
+    """What the library would find where quick targets are there and the others are not."""
+    specs = order["plan"]["specs"]
+    rows = []
+    for position in order["positions"]:
+        spec = specs[position % len(specs)]
+        found = {"key": key_of(order, position), "engine": None, "changed": {}, "faults": []}
+        quick = spec["dims"].get("act", "quick") == "quick"
+        rows.append({**found, "state": "local" if quick else "missing"})
+    torch = {"because": "it enters torch's own keys", "matters": True}
+    return {
+        "warm": False,
+        "targets": rows,
+        "nearest": {
+            "digest": "ab" * 16,
+            "targets": 7,
+            "changed": {"torch": ["2.11.0 <b>abc</b>", "2.13.0 def"]},
+            "weights": {"torch": torch},
+        },
+        "trouble": None,
+        "untrusted": [],
+        "next_step": "Run 'compilecache warm' with the same plan: it compiles what is missing",
+    }
 
 
 def key_of(order: dict, position: int) -> str:  # type: ignore[type-arg]

@@ -76,6 +76,25 @@ def test_the_grid_goes_from_empty_to_warm_by_itself(browser: Browser, service: S
     page.close()
 
 
+def test_why_not_warm_is_asked_and_shown(browser: Browser, shared: Service) -> None:
+    """One button: what is missing, which component differs from what is published, what to do."""
+    shared.wait(shared.submit("quick", "fail", name="asked about"))
+    page, faults = opened(browser, shared)
+    expect(page.locator("#job-title")).to_contain_text("asked about")
+    page.get_by_role("button", name="Why not warm?").click()
+    expect(page.locator("#job-title")).to_contain_text("Why: asked about")
+    expect(page.locator("td.is-missing")).to_have_count(1)
+    expect(page.locator("td.is-local")).to_have_count(1)
+    why = page.locator("#job-why")
+    expect(why).to_contain_text("Nearest published fingerprint: abababababab, 7 targets.")
+    expect(
+        why.get_by_role("row", name="torch 2.11.0 <b>abc</b> 2.13.0 def matters")
+    ).to_be_visible()
+    expect(why).to_contain_text("it compiles what is missing")
+    assert faults == []
+    page.close()
+
+
 def test_the_page_goes_on_after_the_service_was_away(browser: Browser, service: Service) -> None:
     """It says so, connects again, and shows what happened meanwhile."""
     service.start()
