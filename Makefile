@@ -48,6 +48,7 @@ bench: $(READY)  ## CPU benchmarks; results go to benchmarks/results/
 	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/fleet.py
+	$(BIN)/python benchmarks/service.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/incident_replay.py
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -12,6 +13,7 @@ from compilecache.exchange import Exchange, Restored, siblings
 from compilecache.extraexchange import ExtraExchange
 from compilecache.extras import ExtraRoot
 from compilecache.fingerprint import environment
+from compilecache.picture.last import keep_report
 from compilecache.pipeline import Job, warm
 from compilecache.progress import Progress
 from compilecache.replicas import build_replicas, fingerprint_for
@@ -58,7 +60,10 @@ def warm_plan(
         lock_timeout=lock_timeout,
         extras=extras,
     )
-    return warm(job, build_replicas(workload, devices), progress)
+    report = warm(job, build_replicas(workload, devices), progress)
+    with suppress(OSError):  # for 'compilecache report' alone
+        keep_report(cache.root, report)
+    return report
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,10 @@ OF_A_TARGET = ("compiling", "priming", "publishing")
 
 
 class Progress(Protocol):
-    """Hears of every step; all methods return at once and never raise."""
+    """Hears of every step; all methods return at once and raise nothing but SystemExit.
+
+    That ends a warm-up; from ``done`` it comes between two targets, and what is finished is kept.
+    """
 
     def begin(self, count: int) -> None:
         """``count`` targets are ahead."""

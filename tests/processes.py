@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 SETTINGS = {
     "PYTHONPATH": os.pathsep.join(
-        map(str, (ROOT, TESTS, TESTS / "main", TESTS / "guard", TESTS / "programs"))
+        map(
+            str, (ROOT, TESTS, *(TESTS / name for name in ("main", "guard", "programs", "service")))
+        )
     ),
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "2",
@@ -77,6 +79,12 @@ class Running:
         if self._code is None:
             self._code = self._poll(self.pid)
         return self._code is None
+
+    @property
+    def out(self) -> str:
+        """What it has written to standard output so far."""
+        path = self._folder / "stdout"
+        return path.read_text() if path.exists() else ""
 
     @property
     def err(self) -> str:

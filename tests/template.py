@@ -34,6 +34,7 @@ PRELOADED = (
     "compilecache.fresh",
     "compilecache.planning",
     "compilecache.s3",
+    "warmup.service.server",
 )
 """What every process of these tests imports sooner or later; importing it runs nothing."""
 

@@ -1,4 +1,4 @@
-"""``warmup``: ``run`` in CI or on a GPU host, ``pull`` in an init container."""
+"""``warmup``: ``run`` in CI or on a GPU host, ``pull`` in an init container, ``serve`` for a fleet to ask."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from compilecache.cli import DONE, NOT_WARM, run_group
 from compilecache.cli import options as common
 from compilecache.errors import CompileCacheError, StoreUnavailable
+from warmup.serve import serve
 
 PAUSE_SECONDS = 2.0
 
@@ -184,6 +185,9 @@ def _write(ready: Path, line: str) -> None:
             f"ready file '{ready}' cannot be written: {error.strerror}",
             next_step="Name a file in a writable folder with --ready",
         ) from error
+
+
+group.add_command(serve)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from compilecache.errors import (
 
 COMMANDS = (
     *("plan", "fingerprint", "warm", "restore", "verify", "explain", "doctor", "publish", "ls"),
-    *("tag", "keygen", "sign", "gc", "fsck"),
+    *("tag", "report", "keygen", "sign", "gc", "fsck"),
 )
 
 DONE, FAULT, USAGE, NOT_WARM, DAMAGED, TIMED_OUT = range(6)

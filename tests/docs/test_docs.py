@@ -34,7 +34,7 @@ from compilecache.workload import Workload
 from warmup.cli import group as warmup_group
 
 DOCS = ROOT / "docs"
-SOURCES = ("compilecache", "dflash_model", "benchmarks", "examples")
+SOURCES = ("compilecache", "warmup", "dflash_model", "benchmarks", "examples")
 
 
 def page(name: str) -> str:

@@ -30,10 +30,11 @@ WITHOUT_TORCH = (
     "compilecache compilecache.artifact compilecache.buckets compilecache.cachedir compilecache.claims "
     "compilecache.cli "
     "compilecache.errors compilecache.evidence compilecache.exchange compilecache.fingerprint "
-    "compilecache.pack compilecache.progress compilecache.proof compilecache.ranks "
+    "compilecache.pack compilecache.picture.page compilecache.progress compilecache.proof compilecache.ranks "
     "compilecache.report compilecache.shapes compilecache.sharing compilecache.signing "
     "compilecache.sources compilecache.store "
-    "compilecache.watch compilecache.workload"
+    "compilecache.watch compilecache.workload "
+    "warmup.cli warmup.client warmup.service.worker warmup.service.server"
 ).split()
 
 
@@ -59,6 +60,28 @@ def test_the_package_keeps_to_its_own_side(path: Path) -> None:
         assert path.parent.name == "cli"
     if path.parent != PACKAGE / "cli" and path.name != "__main__.py":
         assert not any(name.startswith("compilecache.cli") for name in imported(path))
+
+
+SERVICE = PACKAGE.parent / "warmup"
+WEB = {"fastapi", "starlette", "uvicorn", "h11", "anyio", "prometheus_client"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SERVICE.rglob("*.py")), ids=lambda path: str(path.relative_to(SERVICE))
+)
+def test_the_service_uses_only_public_names(path: Path) -> None:
+    """No name of ``compilecache`` with an underscore; the web's libraries in ``service`` alone."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("compilecache"):
+            private = [a.name for a in node.names if a.name.startswith("_")]
+            assert private == []
+            assert "._" not in str(node.module)
+    tops = {name.partition(".")[0] for name in imported(path)}
+    assert not tops & {"dflash_model", "tests"}
+    if path.parent != SERVICE / "service":
+        assert not tops & WEB
+    if "click" in tops:
+        assert path.parent == SERVICE
 
 
 CHECK = """
