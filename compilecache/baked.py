@@ -13,8 +13,9 @@ from pathlib import Path
 
 from compilecache.cachedir import CacheDir
 from compilecache.errors import CompileCacheError, PlanError
-from compilecache.jobs import Publication, Teller, publish_plan
+from compilecache.jobs import Publication, publish_plan
 from compilecache.ownership import refuse_foreign
+from compilecache.progress import Teller
 from compilecache.shapes import ShapePlan
 from compilecache.store import ArtifactStore
 

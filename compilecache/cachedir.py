@@ -52,6 +52,10 @@ class Holder:
         )
 
 
+LOCK_TIMEOUT = 3600.0
+"""Seconds: above what the slowest target takes."""
+
+
 class CacheDir(RootFolder):
     """A cache root. Making one touches nothing; ``prepare`` creates and checks it."""
 

@@ -14,14 +14,13 @@ from compilecache.extras import ExtraRoot
 from compilecache.fingerprint import Fingerprint
 from compilecache.pack import write_pack
 from compilecache.packages import described
+from compilecache.progress import Teller
 from compilecache.report import ExtraReport
 from compilecache.store import ArtifactStore
 
 PUBLISHED_AGAIN = 8
 """So often a publisher adds what others published meanwhile."""
 
-Teller = Callable[[str], None]
-"""Hears of trouble and of waiting, in words."""
 Surviving = Callable[[str], AbstractContextManager[None]]
 """A block in which trouble with what is named ends nothing, or, where somebody is strict, raises."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,12 +16,11 @@ from compilecache.fingerprint import Fingerprint
 from compilecache.holdings import FINGERPRINT, Holding, Place, Surveyor, named, old_probes
 from compilecache.keeping import DAY
 from compilecache.pack import unpack
+from compilecache.progress import Teller
 from compilecache.records import VERSION
 from compilecache.signing import SIGNATURE_BYTES
 from compilecache.store import ArtifactStore
 from compilecache.taginspection import inspect_tags
-
-Teller = Callable[[str], None]
 
 
 @dataclass(slots=True)

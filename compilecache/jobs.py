@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import torch
-
-from compilecache.cachedir import CacheDir
-from compilecache.exchange import Exchange, Restored, siblings
+from compilecache.cachedir import LOCK_TIMEOUT, CacheDir
+from compilecache.exchange import Exchange
 from compilecache.extraexchange import ExtraExchange
 from compilecache.extras import ExtraRoot
-from compilecache.fingerprint import environment
 from compilecache.picture.last import keep_report
 from compilecache.pipeline import Job, warm
-from compilecache.progress import Progress
+from compilecache.progress import Progress, Teller
 from compilecache.replicas import build_replicas, fingerprint_for
 from compilecache.report import Report
 from compilecache.shapes import TARGET_LIMIT, ShapePlan
 from compilecache.store import ArtifactStore
 from compilecache.workload import workload_of_plan
-
-LOCK_TIMEOUT = 3600.0
-"""Seconds: above what the slowest target takes."""
-
-Teller = Callable[[str], None]
-"""Hears of trouble and of waiting, in words."""
 
 
 def warm_plan(
@@ -64,95 +55,6 @@ def warm_plan(
     with suppress(OSError):  # for 'compilecache report' alone
         keep_report(cache.root, report)
     return report
-
-
-@dataclass(frozen=True, slots=True)
-class Restoration:
-    """What a restore brought."""
-
-    fingerprint: str
-    targets: int
-    """How many the plan has on these devices."""
-    local: int
-    """Complete in the root before."""
-    restored: int
-    """Complete now."""
-    files: int
-    bytes: int
-    seconds: float
-    adopted_files: int
-    """Files of an adopted directory, restored whole because something was missing."""
-    missing: tuple[str, ...]
-    """Targets that neither the root nor the store has."""
-    faults: tuple[str, ...]
-    """Records that were passed over, and why."""
-    damaged: bool = False
-    """Whether a fault is damage, not absence."""
-    extra_files: int = 0
-    """Files that came into extra roots."""
-    extra_missing: tuple[str, ...] = ()
-    """Extra roots that could not be restored, and are as they were."""
-
-    def as_json(self) -> dict[str, object]:
-        """For programs."""
-        return asdict(self)
-
-
-def restore_plan(
-    plan: ShapePlan,
-    devices: Sequence[str],
-    cache: CacheDir,
-    store: ArtifactStore | None,
-    tell: Teller,
-    *,
-    baked: ArtifactStore | None = None,
-    lock_timeout: float = LOCK_TIMEOUT,
-    extras: tuple[ExtraRoot, ...] = (),
-) -> Restoration:
-    """Brings what ``baked`` has for the plan into the root, and the store whatever is missing then.
-
-    Into extra roots, too. Raises LockTimeout, StoreUnavailable, and UnsafePath or UntrustedArtifact for
-    an extra root.
-    """
-    mark = fingerprint_for(plan, devices[0])
-    targets = {target.key: target for target in plan.targets(devices)}
-    elsewhere = siblings(targets.values()) if plan.engine != "trace" else None
-    exchange = Exchange(cache, store, mark, targets, elsewhere)
-
-    def waiting(holder: str) -> None:
-        tell(f"waiting for {holder}")
-
-    with cache.lock("restoring", timeout=lock_timeout, waiting=waiting):
-        for trouble in exchange.look(repair=True):
-            tell(f"warning: {trouble}; moved aside")
-        local = len(exchange.keys & exchange.complete.keys())
-        done = exchange.restore_from(baked) if baked is not None else Restored()
-        done.add(exchange.restore() if exchange.missing else Restored())
-        lacking = [
-            target
-            for key, target in sorted(targets.items())
-            if key in exchange.missing and exchange.stand_in(target) is None
-        ]
-        adopted = exchange.adopt(environment(torch.device(devices[0]))) if lacking else 0
-    others = [ExtraExchange(one, store, mark, tell, lock_timeout).restore() for one in extras]
-    faults = [*done.faults, *(fault for other in others for fault in other.faults)]
-    return Restoration(
-        fingerprint=mark.digest,
-        targets=len(targets),
-        local=local,
-        restored=len(exchange.keys.intersection(done.keys)),
-        files=done.files,
-        bytes=done.bytes,
-        seconds=done.seconds,
-        adopted_files=adopted,
-        missing=tuple(map(str, lacking)),
-        faults=tuple(map(str, faults)),
-        damaged=bool(done.faults),
-        extra_files=sum(other.files for other in others),
-        extra_missing=tuple(
-            extra.name for extra, other in zip(extras, others, strict=True) if other.faults
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from compilecache.artifact import EXTRA, Record
@@ -11,12 +11,10 @@ from compilecache.changes import Change
 from compilecache.exchange import Exchange
 from compilecache.extras import ExtraRoot
 from compilecache.pinning import tagged_records
+from compilecache.progress import Teller
 from compilecache.records import StoreView
 from compilecache.store import ArtifactStore
 from compilecache.tags import Tag
-
-Teller = Callable[[str], None]
-"""Hears of trouble and of waiting, in words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -18,6 +19,10 @@ log = logging.getLogger("compilecache")
 
 OF_A_TARGET = ("compiling", "priming", "publishing")
 """Phases of one target; the others concern all."""
+
+
+Teller = Callable[[str], None]
+"""Hears of trouble and of waiting, in words."""
 
 
 class Progress(Protocol):

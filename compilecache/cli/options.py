@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from compilecache.errors import CompileCacheError
 from compilecache.keeping import GRACE_HOURS
 from compilecache.shapes import TARGET_LIMIT, EngineName, ShapePlan
 
@@ -187,10 +188,15 @@ def choose_devices(devices: str | None) -> list[str]:
         import torch
 
         return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
-    chosen = [device.strip() for device in devices.split(",") if device.strip()]
+    chosen = names_of(devices)
     for device in chosen or [devices]:
         refuse_absent(device)
-    return list(dict.fromkeys(chosen))
+    return chosen
+
+
+def names_of(devices: str) -> list[str]:
+    """The devices that an option names, each once."""
+    return list(dict.fromkeys(name.strip() for name in devices.split(",") if name.strip()))
 
 
 def open_root(root: Path | None, *, allow_network: bool = False) -> CacheDir:
@@ -257,6 +263,20 @@ def show_progress(stack: ExitStack) -> Progress:
     from compilecache.progress import BarProgress, LineProgress
 
     return stack.enter_context(BarProgress()) if sys.stderr.isatty() else LineProgress()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """All of it or nothing. Raises CompileCacheError naming the file."""
+    from compilecache.files import replacing
+
+    try:
+        with replacing(path) as file:
+            file.write(data)
+    except OSError as error:
+        raise CompileCacheError(
+            f"file '{path}' cannot be written: {error.strerror}",
+            next_step="Name a file in a folder that this user may write",
+        ) from error
 
 
 def tell(text: str) -> None:

@@ -14,8 +14,8 @@ from compilecache.shapes import EngineName
 
 if TYPE_CHECKING:
     from compilecache.cachedir import CacheDir
-    from compilecache.jobs import Restoration
     from compilecache.knowngood import Returned
+    from compilecache.restoring import Restoration
     from compilecache.store import ArtifactStore
 
 
@@ -86,7 +86,7 @@ def restore(
     opened = common.open_store(store, trust_keys)
     places = common.choose_devices(devices)
     from compilecache.baked import open_baked
-    from compilecache.jobs import restore_plan
+    from compilecache.restoring import restore_plan
 
     image = open_baked(baked, trust_keys or None)
     done = restore_plan(

@@ -15,7 +15,7 @@ from training import Trained, warm_and_train
 
 from compilecache.baked import bake, open_baked
 from compilecache.cachedir import CacheDir
-from compilecache.jobs import Restoration, restore_plan
+from compilecache.restoring import Restoration, restore_plan
 from compilecache.shapes import ShapePlan
 
 

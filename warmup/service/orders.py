@@ -26,6 +26,8 @@ class Order(_Said):
     """Which of the plan's targets on these devices are wanted."""
     root: Path | None
     store: str | None
+    baked: Path | None
+    extra_roots: tuple[str, ...]
     sign_key: Path | None
     trust_keys: tuple[Path, ...]
     lock_timeout: float

@@ -197,6 +197,8 @@ class Attempt:
             positions=left,
             root=settings.root,
             store=settings.store,
+            baked=settings.baked,
+            extra_roots=settings.extra_roots,
             sign_key=settings.sign_key,
             trust_keys=settings.trust_keys,
             lock_timeout=settings.lock_timeout,

@@ -43,6 +43,10 @@ class Settings(BaseModel):
     """Cache root; None: the library's default."""
     store: str | None = None
     """Address of the artifact store, or "none"; None: the library's default."""
+    baked: Path | None = None
+    """Cache that came with the image; None: ``COMPILECACHE_BAKED``, else there is none."""
+    extra_roots: tuple[str, ...] = ()
+    """Caches of other compilers, NAME or NAME=DIR."""
     sign_key: Path | None = None
     """Private key that signs what is published."""
     trust_keys: tuple[Path, ...] = ()

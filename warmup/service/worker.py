@@ -140,7 +140,7 @@ def explain(order: Order, line: Line) -> None:
         order.devices,
         CacheDir(order.root),
         _open_store(order),
-        open_baked(None, order.trust_keys or None),
+        open_baked(order.baked, order.trust_keys or None),
     )
     line.say(Identified(digest=found.fingerprint))
     plain: JsonValue = TypeAdapter(JsonValue).validate_python(
@@ -154,6 +154,7 @@ def warm(order: Order, line: Line) -> None:
     import torch
 
     from compilecache.baked import open_baked
+    from compilecache.extras import extra_roots
     from compilecache.fingerprint import fingerprint
     from compilecache.picture.last import keep_report
     from compilecache.pipeline import Job
@@ -184,7 +185,8 @@ def warm(order: Order, line: Line) -> None:
         options=options,
         engine=plan.engine,
         share=order.share,
-        baked=open_baked(None, order.trust_keys or None),
+        baked=open_baked(order.baked, order.trust_keys or None),
+        extras=extra_roots(order.extra_roots or None, cache),
         lock_timeout=order.lock_timeout,
     )
     models: chain[Replica] = chain([first], replicas)

@@ -1,0 +1,141 @@
+"""A plan as one job that is watched: a worker of its own, deadlines, and a report whatever happens.
+
+It is the service's queue and runner with a single job in it, in a folder that is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from compilecache import CompileCacheError
+from compilecache.progress import Progress
+from compilecache.report import Report, Status, TargetReport
+from warmup.service.database import Database
+from warmup.service.jobs import ENDED, Event, JobDetail, Target
+from warmup.service.queue import Queue, Request, Work
+from warmup.service.runner import WORKER, Runner, last_words
+from warmup.service.settings import Settings
+
+LOOK_SECONDS = 0.1
+
+
+class JobFailed(CompileCacheError):
+    """The job as a whole could not be done; ``report`` says what it came to before that."""
+
+    def __init__(self, problem: str, report: Report, *, next_step: str) -> None:
+        self.report = report
+        super().__init__(problem, next_step=next_step)
+
+
+class Watched(Queue):
+    """A queue that tells somebody what its worker is at, and keeps the rows as they come."""
+
+    def __init__(self, database: Database, progress: Progress) -> None:
+        super().__init__(database, _nobody, keep_jobs=1)
+        self._progress = progress
+        self.rows: dict[str, TargetReport] = {}
+
+    def note_phase(self, work: Work, phase: str, key: str | None, what: str) -> None:
+        """The library's own progress."""
+        super().note_phase(work, phase, key, what)
+        self._progress.doing(phase, what)
+
+    def note_row(self, work: Work, row: TargetReport) -> None:
+        """The same."""
+        super().note_row(work, row)
+        self.rows[row.key] = row
+        self._progress.done(row)
+
+    def note_trouble(self, work: Work, text: str) -> None:
+        """The same."""
+        super().note_trouble(work, text)
+        self._progress.trouble(text)
+
+    def note_explanation(self, work: Work, explanation: JsonValue) -> None:
+        """Nobody asks for one here."""
+
+    def crashed(self, work: Work, problem: str, *, most: int) -> str | None:
+        """A worker that was ended, or died, is trouble."""
+        key = super().crashed(work, problem, most=most)
+        self._progress.trouble(problem)
+        return key
+
+
+def carry_out(
+    request: Request,
+    settings: Settings,
+    progress: Progress,
+    *,
+    command: Sequence[str] = WORKER,
+) -> Report:
+    """Warms the plan in workers that are ended at their deadlines; every target has a row.
+
+    Raises JobFailed, which has the report, for what is more than its targets say. What has ended is in
+    the root and in the store, also when this is interrupted: the next run goes on there.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="warmup-") as name:
+        settings = settings.model_copy(update={"state": Path(name)})
+        queue = Watched(Database(Path(name)), progress)
+        job, _ = queue.submit(request)
+        progress.begin(job.targets)
+        runner = Runner(queue, settings, command=command)
+        runner.start()
+        try:
+            while runner.alive and queue.job(job.id).state not in ENDED:
+                time.sleep(LOOK_SECONDS)
+        finally:
+            runner.stop()
+        detail = queue.detail(job.id)
+        report = _report(request, settings, detail, queue.rows, time.monotonic() - began)
+        if detail.error or detail.state != "done":
+            _relay(Path(name) / "logs" / f"{job.id}.log", progress)
+        if detail.error:
+            step = detail.next_step or ""
+            step = "See what its worker printed, above" if name in step else step
+            raise JobFailed(detail.error, report, next_step=step)
+        return report
+
+
+def _nobody(events: Sequence[Event]) -> None:
+    """Hears of events."""
+
+
+def _relay(log_file: Path, progress: Progress) -> None:
+    """The end of what the workers printed: the folder will be gone."""
+    progress.trouble(f"the worker's last words:\n{last_words(log_file)}")
+
+
+def _report(
+    request: Request,
+    settings: Settings,
+    detail: JobDetail,
+    rows: dict[str, TargetReport],
+    seconds: float,
+) -> Report:
+    return Report(
+        fingerprint=detail.fingerprint or "",
+        engine=request.plan.engine,
+        root=str(settings.root),
+        store=settings.store,
+        targets=tuple(rows.get(row.key) or _unfinished(row) for row in detail.rows),
+        gave_up=detail.gave_up,
+        seconds=seconds,
+    )
+
+
+def _unfinished(row: Target) -> TargetReport:
+    """Of a target whose worker was ended, or that never had its turn."""
+    status: Status = "failed"
+    return TargetReport(
+        key=row.key,
+        target=f"{row.shape} on {row.device}",
+        device=row.device,
+        status=status,
+        error=row.error or f"it was {row.state} when the job ended",
+    )

@@ -1,0 +1,206 @@
+"""``warmup run``: a plan, once, watched: warmed, published, proven, reported, baked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from compilecache import CompileCacheError
+from compilecache.cli import DONE, NOT_WARM
+from compilecache.cli import options as common
+
+if TYPE_CHECKING:
+    from compilecache.report import Report
+    from compilecache.shapes import ShapePlan
+    from warmup.service.settings import Settings
+
+FOREVER = 10 * 365 * 86400.0
+file_option = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command(epilog="Example: warmup run plan.yaml --store s3://bucket/cache --shard auto/4")
+@common.plan_argument
+@common.with_options(
+    common.device_option,
+    common.store_option,
+    common.baked_option,
+    common.sign_option,
+    common.trust_option,
+    common.root_option,
+    common.extra_option,
+    common.lock_option,
+    common.share_option,
+)
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Take the I-th of N parts of the plan, from 1. auto, or auto/N: as JOB_COMPLETION_INDEX, "
+    "SLURM_ARRAY_TASK_ID or RANK say.  [default: all]",
+)
+@click.option(
+    "--target-timeout",
+    type=click.FloatRange(min=1),
+    default=1800.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="End the process of a target that takes longer, and go on with the next.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    metavar="SECONDS",
+    help="End all of it after this long; what is finished is kept.  [default: never]",
+)
+@click.option("--junit", type=file_option, metavar="FILE", help="Write JUnit XML, a test a target.")
+@click.option("--report", "report_file", type=file_option, metavar="FILE", help="Write the report.")
+@click.option(
+    "--bake",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Once all is proven, lay it there for an image: read-only, and good wherever it is moved.",
+)
+def run(
+    plan_file: Path,
+    *,
+    devices: str | None,
+    store: str | None,
+    baked: Path | None,
+    sign_key: Path | None,
+    trust_keys: tuple[Path, ...],
+    root: Path | None,
+    extra_roots: tuple[str, ...],
+    lock_timeout: float,
+    no_share: bool,
+    shard: str | None,
+    target_timeout: float,
+    timeout: float | None,
+    junit: Path | None,
+    report_file: Path | None,
+    bake: Path | None,
+) -> None:
+    """Warm PLAN, publish it, and prove it in a fresh process.
+
+    Targets are compiled in a process of their own, which is ended at a deadline, and again where it
+    dies. What is finished is kept whatever happens: run it again, and it goes on there. Prints one JSON
+    line; leaves with 3 when something is not warm.
+    """
+    from compilecache.shapes import ShapePlan
+
+    plan = _share(ShapePlan.load(plan_file), shard)
+    if plan is None:
+        click.echo(json.dumps({"state": "warm", "targets": 0, "shard": shard}))
+        return
+    cache = common.open_root(root)
+    for extra in common.open_extras(extra_roots, cache):
+        extra.use()  # for the fresh process of the proof
+    common.open_store(store, trust_keys, sign_key)
+    deadline = time.monotonic() + (timeout or FOREVER)
+    from warmup.service.settings import Settings
+
+    settings = Settings(
+        root=cache.root,
+        store=store,
+        baked=baked.absolute() if baked else None,
+        extra_roots=extra_roots,
+        sign_key=sign_key,
+        trust_keys=trust_keys,
+        lock_timeout=max(lock_timeout, 0.001),
+        share=not no_share,
+        target_deadline=target_timeout,
+        job_deadline=timeout or FOREVER,
+    )
+    places = tuple(common.choose_devices(devices))
+    signal.signal(signal.SIGTERM, _interrupt)
+    report, problem = _warm(plan, places, settings)
+    unproven = _unproven(plan, places, cache.root, report, deadline)
+    good = report.warm and problem is None and not unproven
+    line = _line(report, unproven, good=good)
+    if bake is not None and good:
+        from compilecache.baked import bake as lay
+
+        laid = lay(plan, places, cache, bake, common.tell, sign_key=sign_key)
+        line["baked"] = len(laid.published) + laid.known
+    _write(junit, report_file, report, unproven)
+    click.echo(json.dumps(line | ({"shard": shard} if shard else {})))
+    if problem is not None:
+        raise problem
+    raise SystemExit(DONE if good else NOT_WARM)
+
+
+def _share(plan: ShapePlan, shard: str | None) -> ShapePlan | None:
+    """This job's part; None when there is nothing left for it."""
+    from warmup.shards import parse_shard
+
+    return plan if shard is None else parse_shard(shard, os.environ).share(plan)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """A scheduler ends jobs by SIGTERM: the target in hand gets its time of grace, as after Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def _warm(
+    plan: ShapePlan, places: tuple[str, ...], settings: Settings
+) -> tuple[Report, CompileCacheError | None]:
+    """The report, and what went wrong with the job as a whole."""
+    from warmup.oneshot import JobFailed, carry_out
+    from warmup.service.queue import Request
+
+    with ExitStack() as stack:
+        try:
+            return carry_out(Request(plan, places), settings, common.show_progress(stack)), None
+        except JobFailed as error:
+            return error.report, error
+
+
+def _unproven(
+    plan: ShapePlan, places: tuple[str, ...], root: Path, report: Report, deadline: float
+) -> dict[str, str]:
+    """Key of every target that a fresh process would not find warm → what it did there."""
+    from compilecache.proof import prove
+
+    done = {row.key: row for row in report.targets if row.status != "failed"}
+    left = deadline - time.monotonic()
+    if not done or left < 1:
+        return dict.fromkeys(done, "there was no time left to prove it")
+    try:
+        proof = prove(plan, places, root, timeout=None if left > FOREVER / 2 else left)
+    except CompileCacheError as error:
+        return dict.fromkeys(done, str(error))
+    rows = {row.target.key: row for row in proof.rows}
+    return {key: rows[key].seen for key in done if key in rows and not rows[key].warm}
+
+
+def _line(report: Report, unproven: dict[str, str], *, good: bool) -> dict[str, object]:
+    names = {row.key: row.target for row in report.targets}
+    return {
+        "state": "warm" if good else "partly",
+        "fingerprint": report.fingerprint,
+        "targets": len(report.targets),
+        "compiled": report.count("compiled"),
+        "restored": report.count("restored"),
+        "failed": report.count("failed"),
+        "published": sum(row.published for row in report.targets),
+        "not_proven": [f"{names[key]}: {seen}" for key, seen in unproven.items()],
+        "gave_up": report.gave_up,
+        "seconds": round(report.seconds, 3),
+    }
+
+
+def _write(
+    junit: Path | None, report_file: Path | None, report: Report, unproven: dict[str, str]
+) -> None:
+    from warmup.junit import junit as as_junit
+
+    if junit is not None:
+        common.write_file(junit, as_junit(report, unproven))
+    if report_file is not None:
+        common.write_file(report_file, report.model_dump_json(indent=2).encode() + b"\n")
