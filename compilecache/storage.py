@@ -23,7 +23,7 @@ from compilecache.files import TEMP_PREFIX, creating, make_private, replacing
 COPY_BYTES = 1 << 20
 
 Option = str | int | float | bool | None | Mapping[str, "Option"]
-"""An option of an fsspec file system, as people write it in a configuration."""
+"""An option of a store, as people write it in a configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Blob(Protocol):
     size: int
 
     def read_at(self, start: int, count: int) -> bytes:
-        """Exactly ``count`` bytes from ``start``, or OSError."""
+        """At most ``count`` bytes from ``start``, and at least one, or OSError. In order is fastest."""
 
     def close(self) -> None:
         """Ends the reading."""
@@ -340,7 +340,7 @@ def open_storage(
         from compilecache.s3 import S3Storage
     except ImportError as error:
         raise StoreUnavailable(
-            f"store '{address}' needs s3fs, which cannot be imported ({error})",
+            f"store '{address}' needs botocore, which cannot be imported ({error})",
             next_step="Install it: pip install 'compilecache[s3]'",
         ) from error
     return S3Storage(first, "/".join(others), patience=patience, options=options)

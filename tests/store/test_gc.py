@@ -366,10 +366,12 @@ class Meddler(AgedStorage):
         self._when, self._words, self._act = when, words, act
         self.acted = False
 
-    def _meddle(self, when: str, name: str) -> None:
+    def _meddle(self, when: str, name: str) -> bool:
         if when == self._when and self._words in name and not self.acted:
             self.acted = True
             self._act()
+            return True
+        return False
 
     def delete(self, name: str) -> None:
         """Perhaps after the act."""
@@ -382,9 +384,10 @@ class Meddler(AgedStorage):
         return super().create(name, data)
 
     def open(self, name: str) -> Blob:
-        """Perhaps with the act between opening and reading."""
+        """Perhaps with the act between opening and reading, and an answer that breaks there."""
         blob = super().open(name)
-        self._meddle("open", name)
+        if self._meddle("open", name):
+            blob.close()
         return blob
 
     def upload(self, name: str, source: Path, *, replace: bool) -> None:
