@@ -81,17 +81,20 @@ class Budget:
         except OSError as error:
             raise self._unavailable(what, error) from error
 
-    def _tried_again(
-        self, what: str, act: Callable[[], T], started: float, first: OSError | None
-    ) -> T:
+    def _tried_again(self, what: str, act: Callable[[], T], started: float, first: OSError) -> T:
         """The result of ``act``, whose first try has failed; or the last error."""
+        if not _may_pass(first):
+            raise first
+        started = self._lose_since(started)
+        if self.left <= 0:
+            raise first
+        failed = [first]  # it counts as the first of the attempts
         try:
             for attempt in self._attempts(what):
                 with attempt:
                     started = self._lose_since(started)
-                    if first is not None:
-                        error, first = first, None
-                        raise error
+                    if failed:
+                        raise failed.pop()
                     return act()
         except OSError as error:
             if _may_pass(error):

@@ -24,11 +24,13 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from compilecache.artifact import FileEntry, Record, check_files, hash_files
 from compilecache.contents import SETTLED, is_tuning
-from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath
+from compilecache.errors import ChecksumMismatch, LockTimeout, StoreUnavailable, UnsafePath
 from compilecache.files import replacing
 from compilecache.kernels import FOLDER, regroup
 from compilecache.rootfolder import OWN, RootFolder
 
+ARRIVALS = "arrivals"
+"""Below staging; the name of no other folder there."""
 ENTRIES_LAST = ("fxgraph/", "aotautograd/")
 """An index entry is put in place after the binaries it points to."""
 
@@ -240,16 +242,38 @@ class CacheDir(RootFolder):
     @contextmanager
     def staging(self) -> Iterator[Path]:
         """An empty folder on the root's own file system, gone afterwards; old ones are swept."""
-        parent = self._own / "staging"
+        parent = self._swept(keep=())
         with self._explaining():
-            parent.mkdir(exist_ok=True, mode=0o700)
-            for left in parent.iterdir():
-                shutil.rmtree(left, ignore_errors=True)
             folder = Path(tempfile.mkdtemp(dir=parent))
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def arrivals(self) -> Iterator[Path]:
+        """A folder like that for what a store gives. It stays when the store fails or the process
+        ends: the next restore finds in it what has come. Whatever else uses ``staging`` sweeps it."""
+        folder = self._swept(keep=(ARRIVALS,)) / ARRIVALS
+        with self._explaining():
+            folder.mkdir(exist_ok=True, mode=0o700)
+        try:
+            yield folder
+        except StoreUnavailable:
+            raise
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _swept(self, keep: Collection[str]) -> Path:
+        parent = self._own / "staging"
+        with self._explaining():
+            parent.mkdir(exist_ok=True, mode=0o700)
+            for left in parent.iterdir():
+                if left.name not in keep:
+                    shutil.rmtree(left, ignore_errors=True)
+        return parent
 
     def activate(self, staged: Path, entries: Collection[FileEntry]) -> int:
         """Puts checked files from staging in place; index entries last. Returns how many were new.

@@ -278,7 +278,7 @@ class Exchange:
         absent = [e for path, e in entries.items() if not (self.cache.root / path).is_file()]
         self.cache.refuse_conflicts(present)
         self.cache.refuse_more(sum(entry.size for entry in absent))
-        with self.cache.staging() as staged:
+        with self.cache.arrivals() as staged:
             fetch_packs(self.store, self.mark.digest, absent, staged)
             done.files += self.cache.activate(staged, absent)
         done.bytes += sum(entry.size for entry in absent)

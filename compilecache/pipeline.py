@@ -102,8 +102,10 @@ def warm(job: Job, replicas: Iterable[Replica], progress: Progress | None = None
     moving = job.engine != "trace" and job.compile_once_per_gpu_kind
     elsewhere = siblings(job.targets) if moving else None
     exchange = Exchange(job.cache, job.store, mark, keys, elsewhere)
-    warming = _Warming(job, exchange, progress or LogProgress())
-    return warming.run(chain([first], iterator))
+    told = progress or LogProgress()
+    if job.store is not None:
+        job.store.listener = told.moving
+    return _Warming(job, exchange, told).run(chain([first], iterator))
 
 
 def walk(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypedDict
 
 from compilecache.s3client import Clients, NotOfferedError
-from compilecache.storage import Blob, Option, Stored
+from compilecache.storage import Blob, Option, Sent, Stored
 
 SLOWEST_BYTES_PER_SECOND = 500_000
 PATIENT_SECONDS = 30.0
@@ -68,8 +67,12 @@ class _Upload:
 
     number: str
     """S3's name for it."""
-    source: tuple[str, int, int]
-    """Path, size and time of the file: it is the same one when it is tried again."""
+    source: Path
+    """The file; it must be the same one when it is tried again."""
+    size: int
+    """Of the file."""
+    changed: int
+    """When it was written, in nanoseconds."""
     parts: dict[int, str] = field(default_factory=dict)
     """Numbers and tags of the parts that are there."""
 
@@ -120,14 +123,17 @@ class S3Storage:
             return False
         return True
 
-    def upload(self, name: str, source: Path, *, replace: bool) -> None:
-        status = source.stat()
+    def upload(
+        self, name: str, source: Path, *, replace: bool, sent: Sent = lambda count: None
+    ) -> None:
+        size = source.stat().st_size
 
         def send(condition: bool) -> None:
-            if status.st_size <= PART_BYTES:
+            if size <= PART_BYTES:
                 self._put(name, source.read_bytes(), condition)
+                sent(size)
             else:
-                self._put_in_parts(name, source, status, condition)
+                self._put_in_parts(name, source, condition, sent)
 
         with suppress(FileExistsError):
             if replace:
@@ -197,55 +203,62 @@ class S3Storage:
                 self._conditional = False
         act(False)
 
-    def _put_in_parts(
-        self, name: str, source: Path, status: os.stat_result, condition: bool
-    ) -> None:
+    def _put_in_parts(self, name: str, source: Path, condition: bool, sent: Sent) -> None:
         """Sends the parts that are not there yet: what failed before goes on where it stopped."""
-        upload = self._begun(name, (str(source), status.st_size, status.st_mtime_ns))
-        key = self._prefix + name
-        step = max(PART_BYTES, -(-status.st_size // MOST_PARTS))
-        starts = dict(enumerate(range(0, status.st_size, step), start=1))
-
-        def send(number: int) -> None:
-            with source.open("rb") as file:
-                file.seek(starts[number])
-                data = file.read(step)
-            answer = self._call(
-                "upload_part", Key=key, UploadId=upload.number, PartNumber=number, Body=data
-            )
-            upload.parts[number] = answer["ETag"]
-
+        upload = self._begun(name, source)
         try:
-            with ThreadPoolExecutor(PARTS_AT_A_TIME) as pool:
-                list(pool.map(send, sorted(starts.keys() - upload.parts.keys())))
-            parts: list[dict[str, int | str]] = [
-                {"PartNumber": number, "ETag": tag} for number, tag in sorted(upload.parts.items())
-            ]
-            self._call(
-                "complete_multipart_upload",
-                Key=key,
-                UploadId=upload.number,
-                MultipartUpload={"Parts": parts},
-                **_only(condition),
-            )
+            self._send_parts(name, upload, sent)
+            self._complete(name, upload, condition)
         except FileNotFoundError as error:
             # Collected meanwhile; or all was done before, and only the answer was lost.
             self._uploads.pop(name, None)
-            if self.size(name) != status.st_size:
-                raise OSError(errno.EIO, "the upload was dropped by the store") from error
+            if self.size(name) != upload.size:
+                raise OSError(errno.EIO, "the store has dropped the upload") from error
         except FileExistsError:
             self._uploads.pop(name, None)
             self.drop_half_upload(f"{name}?{upload.number}")
             raise
         self._uploads.pop(name, None)
 
-    def _begun(self, name: str, source: tuple[str, int, int]) -> _Upload:
+    def _begun(self, name: str, source: Path) -> _Upload:
+        status = source.stat()
         with self._uploading:
             known = self._uploads.get(name)
-            if known is None or known.source != source:
+            same = (str(source), status.st_size, status.st_mtime_ns)
+            if known is None or (str(known.source), known.size, known.changed) != same:
                 answer = self._call("create_multipart_upload", Key=self._prefix + name)
-                known = self._uploads[name] = _Upload(answer["UploadId"], source)
+                known = _Upload(answer["UploadId"], source, status.st_size, status.st_mtime_ns)
+                self._uploads[name] = known
             return known
+
+    def _send_parts(self, name: str, upload: _Upload, sent: Sent) -> None:
+        step = max(PART_BYTES, -(-upload.size // MOST_PARTS))
+
+        def send(number: int) -> None:
+            with upload.source.open("rb") as file:
+                file.seek((number - 1) * step)
+                data = file.read(step)
+            arguments = {"Key": self._prefix + name, "UploadId": upload.number}
+            answer = self._call("upload_part", **arguments, PartNumber=number, Body=data)
+            upload.parts[number] = answer["ETag"]
+            sent(len(data))
+
+        numbers = range(1, -(-upload.size // step) + 1)
+        sent(sum(min(step, upload.size - (number - 1) * step) for number in upload.parts))
+        with ThreadPoolExecutor(PARTS_AT_A_TIME) as pool:
+            list(pool.map(send, [number for number in numbers if number not in upload.parts]))
+
+    def _complete(self, name: str, upload: _Upload, condition: bool) -> None:
+        parts: list[dict[str, int | str]] = [
+            {"PartNumber": number, "ETag": tag} for number, tag in sorted(upload.parts.items())
+        ]
+        self._call(
+            "complete_multipart_upload",
+            Key=self._prefix + name,
+            UploadId=upload.number,
+            MultipartUpload={"Parts": parts},
+            **_only(condition),
+        )
 
     # -- calls --------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from compilecache.signing import NOBODY, Keys, open_keys
 from compilecache.storage import Option, Storage, open_storage
 from compilecache.sweeps import wait_for_sweeps
 from compilecache.tagstore import Tags
+from compilecache.transfer import Listener, Transfer
 
 BUDGET_SECONDS = 120.0
 READ_BACK_BYTES = 64 << 20
@@ -65,6 +66,8 @@ class ArtifactStore:
         self._records = Records(self._calls, keys)
         self.tags = Tags(self._calls, keys)
         """Names of states that are known to work."""
+        self.listener: Listener | None = None
+        """Hears how many bytes of files are restored, and of packs published."""
 
     @classmethod
     def open(
@@ -211,8 +214,13 @@ class ArtifactStore:
         if size is not None and self._holds(name, info, whole=True):
             return
         storage, there = self._calls.storage, size is not None
+
+        def send() -> None:
+            sent = Transfer("publishing", info.size, self.listener).add
+            storage.upload(name, pack, replace=there, sent=sent)
+
         for _ in range(2):
-            self._calls.call(what, lambda: storage.upload(name, pack, replace=there))
+            self._calls.call(what, send)
             held = self._holds(name, info, whole=info.size <= READ_BACK_BYTES)
             if held:
                 return

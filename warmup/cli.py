@@ -149,10 +149,11 @@ def pull(
 
     def once() -> Restoration:
         opened = common.open_store(store, trust_keys)
-        return restore_plan(
-            plan, places, cache, opened, lambda text: click.echo(text, err=True),
-            lock_timeout=lock_timeout, extras=extras,
-        )  # fmt: skip
+        with common.showing_transfers(opened):
+            return restore_plan(
+                plan, places, cache, opened, lambda text: click.echo(text, err=True),
+                lock_timeout=lock_timeout, extras=extras,
+            )  # fmt: skip
 
     while True:
         try:

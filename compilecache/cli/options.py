@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -257,6 +257,15 @@ def show_progress(stack: ExitStack) -> Progress:
     from compilecache.progress import BarProgress, LineProgress
 
     return stack.enter_context(BarProgress()) if sys.stderr.isatty() else LineProgress()
+
+
+@contextmanager
+def showing_transfers(store: ArtifactStore | None) -> Iterator[None]:
+    """Shows what comes from the store and what goes there while the block runs."""
+    with ExitStack() as stack:
+        if store is not None:
+            store.listener = show_progress(stack).moving
+        yield
 
 
 def tell(text: str) -> None:

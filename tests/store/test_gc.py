@@ -23,7 +23,7 @@ from compilecache.fetch import fetch_packs
 from compilecache.holdings import Surveyor
 from compilecache.keeping import DAY
 from compilecache.retention import Collection, Collector, Retention
-from compilecache.storage import Blob, LocalStorage, open_storage
+from compilecache.storage import Blob, LocalStorage, Sent, open_storage
 from compilecache.store import ArtifactStore
 from compilecache.sweeps import Sweep, marks
 
@@ -390,9 +390,11 @@ class Meddler(AgedStorage):
             blob.close()
         return blob
 
-    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+    def upload(
+        self, name: str, source: Path, *, replace: bool, sent: Sent = lambda count: None
+    ) -> None:
         """Perhaps before the act."""
-        super().upload(name, source, replace=replace)
+        super().upload(name, source, replace=replace, sent=sent)
         self._meddle("upload", name)
 
 
