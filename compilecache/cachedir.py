@@ -184,7 +184,8 @@ class CacheDir(RootFolder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not published:
                 marker.touch(mode=0o600)
-            with replacing(folder / f"{record.key}.json") as file:
+            # One that a store has too can be had again; waiting for the disk would be most of a restore.
+            with replacing(folder / f"{record.key}.json", durable=not published) as file:
                 file.write(record.dump())
             if published:
                 marker.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
+import botocore.loaders
 import botocore.session
 from botocore import UNSIGNED
 from botocore.config import Config
@@ -52,6 +53,9 @@ _KNOWN = (
 _EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "RequestExpired")
 _PASSING = ("BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "Throttling")
 _PASSING_STATUS = (408, 409, 425, 429)
+
+_LOADER = botocore.loaders.create_loader()
+"""Reads botocore's descriptions of services, once a process: they are most of what a client costs."""
 
 T = TypeVar("T")
 
@@ -147,6 +151,7 @@ class Clients:
             arguments |= {_CREDENTIALS[k]: options[k] for k in _CREDENTIALS if k in options}
         try:
             session = botocore.session.Session(profile=options.get("profile"))
+            session.register_component("data_loader", _LOADER)
             made: object = session.create_client("s3", config=Config(**config), **arguments)
         except (ProfileNotFound, TypeError, ValueError) as error:
             raise RefusedError(
