@@ -14,7 +14,6 @@ alternating, everything read once before (warm page cache) and dirty pages writt
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import subprocess
 import tempfile
@@ -25,7 +24,7 @@ from pathlib import Path
 import restore_growth
 import restore_s3
 from results import Row, report
-from trees import plant
+from trees import aside, plant
 
 from compilecache.artifact import FileEntry, Record, hash_files
 from compilecache.cachedir import CacheDir
@@ -117,7 +116,7 @@ class Bench:
         if synced:
             subprocess.run(["sync", "-f", self._out], check=True)
         took = time.perf_counter() - began
-        shutil.rmtree(self._out)
+        aside(self._out)
         return took
 
     def pairs(self, count: int, *, synced: bool) -> list[tuple[float, float]]:

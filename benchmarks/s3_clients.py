@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from trees import aside
 
 BUCKET = "bench"
 KEY, SECRET, REGION = "key", "secret", "us-east-1"
@@ -148,7 +149,8 @@ def main() -> None:
     act, workers = WAYS[way]
     for line in sys.stdin:
         folder = Path(line.strip())
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            aside(folder)
         folder.mkdir(mode=0o700)
         began, used = time.perf_counter(), processor_seconds()
         act(endpoint, keys, folder, workers)

@@ -184,7 +184,7 @@ class CacheDir(RootFolder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not published:
                 marker.touch(mode=0o600)
-            # One that a store has too can be had again; waiting for the disk would be most of a restore.
+            # What a store has too can be had again, like the files: a restore does not wait for the disk.
             with replacing(folder / f"{record.key}.json", durable=not published) as file:
                 file.write(record.dump())
             if published:
@@ -286,13 +286,13 @@ class CacheDir(RootFolder):
         count = 0
         with self._explaining():
             for entry in sorted(entries, key=lambda e: (e.path.startswith(ENTRIES_LAST), e.path)):
-                count += _put(staged / entry.path, self.root / entry.path)
+                count += _put(f"{staged}/{entry.path}", f"{self.root}/{entry.path}")
             regroup(self.root, [entry.path for entry in entries])
         return count
 
     def refuse_conflicts(self, entries: Collection[FileEntry]) -> None:
         """Raises ChecksumMismatch naming every file that is there with other content."""
-        present = [entry for entry in entries if os.path.lexists(self.root / entry.path)]
+        present = [entry for entry in entries if os.path.lexists(f"{self.root}/{entry.path}")]
         faults = tuple(
             f"'{self.root / entry.path}' differs from '{entry.path}' of the store"
             for entry in present
@@ -316,18 +316,22 @@ def _file_lock(path: Path) -> BaseFileLock:
     return FileLock(path, thread_local=False)
 
 
-def _put(source: Path, place: Path) -> int:
-    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+def _put(source: str, place: str) -> int:
+    """Moves a file where there is none; returns how many. Names are text: there are thousands."""
     try:
-        os.link(source, place)
+        try:
+            os.link(source, place)
+        except FileNotFoundError:
+            Path(place).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.link(source, place)
     except FileExistsError:
         return 0
     except OSError:
-        if place.exists():
+        if Path(place).exists():
             return 0
-        source.rename(place)
+        Path(source).rename(place)
         return 1
-    source.unlink()
+    os.unlink(source)  # noqa: PTH108
     return 1
 
 

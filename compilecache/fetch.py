@@ -62,7 +62,7 @@ def _bytes(packs: Mapping[str, Mapping[str, FileEntry]]) -> int:
 
 def _kept(dest: Path, wanted: Mapping[str, FileEntry]) -> bool:
     """Whether all files of a pack are there, digests checked; what there is of others is removed."""
-    there = [path for path in wanted if os.path.lexists(dest / path)]
+    there = [path for path in wanted if os.path.lexists(f"{dest}/{path}")]
     if len(there) == len(wanted) and not check_files(dest, wanted.values()):
         return True
     for path in there:

@@ -310,9 +310,10 @@ class _Unpacker:
         if parent in self._directories:
             return
         self._make_parents(parent.rpartition("/")[0])
-        path = self._dest / parent
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
+        path = f"{self._dest}/{parent}"
+        if not os.path.lexists(path):
+            with suppress(FileExistsError):
+                os.mkdir(path, mode=0o700)  # noqa: PTH102 - thousands of names
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise UnsafePath(
                 f"'{path}' is in the way of the directory of that name",

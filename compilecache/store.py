@@ -82,9 +82,9 @@ class ArtifactStore:
         """The store at a directory, ``file://``, ``memory://`` or ``s3://`` address; touches nothing yet.
 
         ``None``: ``COMPILECACHE_STORE``, else ``~/.cache/compilecache/store``. ``budget_seconds``:
-        what its failures may cost in all. ``storage_options``: keyword arguments of s3fs
-        (``endpoint_url``, ``key``, ``secret``, ``config_kwargs``, …); the environment's
-        ``AWS_ENDPOINT_URL`` and credentials count as usual.
+        what its failures may cost in all. ``storage_options``: for S3, named as s3fs names them
+        (``endpoint_url``, ``key``, ``secret``, ``config_kwargs``, …: docs/transfers.md); the
+        environment's ``AWS_ENDPOINT_URL`` and credentials count as usual.
 
         ``trust_keys``: files of public keys; with any, a record that none of them signed is as good
         as absent, and nothing unsigned is published. ``sign_key``: file of the private key that signs
