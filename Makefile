@@ -8,6 +8,9 @@ COMPAT_TORCH ?= 2.14.1
 COMPAT := .venv-compat
 COMPAT_READY := $(COMPAT)/.ready-$(COMPAT_TORCH)
 
+# The second S3 server of the tests. Where there is no npm they say what they skip; CI needs them all.
+S3RVER := tests/s3rver/node_modules/.package-lock.json
+
 .PHONY: demo test lint bench gpu compat setup clean
 
 $(READY): constraints.txt setup.cfg pyproject.toml
@@ -31,10 +34,15 @@ setup: $(READY)
 demo: $(READY)  ## The main job on this machine's CPU, a few minutes
 	$(BIN)/python examples/demo.py
 
-test: $(READY)  ## The whole suite; GPU tests are skipped without a GPU
+$(S3RVER): tests/s3rver/package.json tests/s3rver/package-lock.json
+	@if command -v npm > /dev/null; then npm ci --prefix tests/s3rver --no-audit --no-fund --silent \
+	|| echo 'npm cannot fetch s3rver: its tests are skipped'; \
+	else echo 'no npm here: tests with s3rver are skipped (apt-get install nodejs npm)'; fi
+
+test: $(READY) $(S3RVER)  ## The whole suite; GPU tests are skipped without a GPU
 	$(BIN)/python -m pytest
 
-compat: $(COMPAT_READY)  ## The suite with another torch, on CPU: make compat COMPAT_TORCH=2.11.0
+compat: $(COMPAT_READY) $(S3RVER)  ## The suite with another torch, on CPU: make compat COMPAT_TORCH=2.11.0
 	CUDA_VISIBLE_DEVICES= $(COMPAT)/bin/python -m pytest -p no:cacheprovider
 
 lint: $(READY)
@@ -56,4 +64,4 @@ gpu:  ## GPU tests and benchmarks, with the Python that holds a CUDA build of to
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) $(COMPAT) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) tests/s3rver/node_modules build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -71,16 +71,35 @@ class Budget:
             raise self._spent(what)
         started = monotonic()
         try:
-            for attempt in self._attempts(what):
-                with attempt:
-                    started = self._lose_since(started)
-                    return act()
+            try:
+                return act()  # most calls need nothing of what follows
+            except OSError as error:
+                first = error
+            return self._tried_again(what, act, started, first)
         except (FileNotFoundError, FileExistsError, StoreUnavailable):
             raise
         except OSError as error:
+            raise self._unavailable(what, error) from error
+
+    def _tried_again(self, what: str, act: Callable[[], T], started: float, first: OSError) -> T:
+        """The result of ``act``, whose first try has failed; or the last error."""
+        if not _may_pass(first):
+            raise first
+        started = self._lose_since(started)
+        if self.left <= 0:
+            raise first
+        failed = [first]  # it counts as the first of the attempts
+        try:
+            for attempt in self._attempts(what):
+                with attempt:
+                    started = self._lose_since(started)
+                    if failed:
+                        raise failed.pop()
+                    return act()
+        except OSError as error:
             if _may_pass(error):
                 self._lose_since(started)
-            raise self._unavailable(what, error) from error
+            raise
         raise AssertionError("a retry loop ends with a result or an error")
 
     def _attempts(self, what: str) -> Iterable[stamina.Attempt]:

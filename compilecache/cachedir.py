@@ -24,11 +24,13 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from compilecache.artifact import FileEntry, Record, check_files, hash_files
 from compilecache.contents import SETTLED, is_tuning
-from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath
+from compilecache.errors import ChecksumMismatch, LockTimeout, StoreUnavailable, UnsafePath
 from compilecache.files import replacing
 from compilecache.kernels import FOLDER, regroup
 from compilecache.rootfolder import OWN, RootFolder
 
+ARRIVALS = "arrivals"
+"""Below staging; the name of no other folder there."""
 ENTRIES_LAST = ("fxgraph/", "aotautograd/")
 """An index entry is put in place after the binaries it points to."""
 
@@ -186,7 +188,8 @@ class CacheDir(RootFolder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not published:
                 marker.touch(mode=0o600)
-            with replacing(folder / f"{record.key}.json") as file:
+            # What a store has too can be had again, like the files: a restore does not wait for the disk.
+            with replacing(folder / f"{record.key}.json", durable=not published) as file:
                 file.write(record.dump())
             if published:
                 marker.unlink(missing_ok=True)
@@ -244,16 +247,38 @@ class CacheDir(RootFolder):
     @contextmanager
     def staging(self) -> Iterator[Path]:
         """An empty folder on the root's own file system, gone afterwards; old ones are swept."""
-        parent = self._own / "staging"
+        parent = self._swept(keep=())
         with self._explaining():
-            parent.mkdir(exist_ok=True, mode=0o700)
-            for left in parent.iterdir():
-                shutil.rmtree(left, ignore_errors=True)
             folder = Path(tempfile.mkdtemp(dir=parent))
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def arrivals(self) -> Iterator[Path]:
+        """A folder like that for what a store gives. It stays when the store fails or the process
+        ends: the next restore finds in it what has come. Whatever else uses ``staging`` sweeps it."""
+        folder = self._swept(keep=(ARRIVALS,)) / ARRIVALS
+        with self._explaining():
+            folder.mkdir(exist_ok=True, mode=0o700)
+        try:
+            yield folder
+        except StoreUnavailable:
+            raise
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _swept(self, keep: Collection[str]) -> Path:
+        parent = self._own / "staging"
+        with self._explaining():
+            parent.mkdir(exist_ok=True, mode=0o700)
+            for left in parent.iterdir():
+                if left.name not in keep:
+                    shutil.rmtree(left, ignore_errors=True)
+        return parent
 
     def activate(self, staged: Path, entries: Collection[FileEntry]) -> int:
         """Puts checked files from staging in place; index entries last. Returns how many were new.
@@ -265,13 +290,13 @@ class CacheDir(RootFolder):
         count = 0
         with self._explaining():
             for entry in sorted(entries, key=lambda e: (e.path.startswith(ENTRIES_LAST), e.path)):
-                count += _put(staged / entry.path, self.root / entry.path)
+                count += _put(f"{staged}/{entry.path}", f"{self.root}/{entry.path}")
             regroup(self.root, [entry.path for entry in entries])
         return count
 
     def refuse_conflicts(self, entries: Collection[FileEntry]) -> None:
         """Raises ChecksumMismatch naming every file that is there with other content."""
-        present = [entry for entry in entries if os.path.lexists(self.root / entry.path)]
+        present = [entry for entry in entries if os.path.lexists(f"{self.root}/{entry.path}")]
         faults = tuple(
             f"'{self.root / entry.path}' differs from '{entry.path}' of the store"
             for entry in present
@@ -295,18 +320,22 @@ def _file_lock(path: Path) -> BaseFileLock:
     return FileLock(path, thread_local=False)
 
 
-def _put(source: Path, place: Path) -> int:
-    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+def _put(source: str, place: str) -> int:
+    """Moves a file where there is none; returns how many. Names are text: there are thousands."""
     try:
-        os.link(source, place)
+        try:
+            os.link(source, place)
+        except FileNotFoundError:
+            Path(place).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.link(source, place)
     except FileExistsError:
         return 0
     except OSError:
-        if place.exists():
+        if Path(place).exists():
             return 0
-        source.rename(place)
+        Path(source).rename(place)
         return 1
-    source.unlink()
+    os.unlink(source)  # noqa: PTH108
     return 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -274,11 +275,12 @@ class Exchange:
         """Fetches, checks and activates records all together, or raises and activates none."""
         assert self.store is not None
         entries = {entry.path: entry for record in records for entry in record.files}
-        present = [e for e in entries.values() if (self.cache.root / e.path).is_file()]
-        absent = [e for path, e in entries.items() if not (self.cache.root / path).is_file()]
+        there = {path for path in entries if os.path.isfile(f"{self.cache.root}/{path}")}  # noqa: PTH113
+        present = [entry for path, entry in entries.items() if path in there]
+        absent = [entry for path, entry in entries.items() if path not in there]
         self.cache.refuse_conflicts(present)
         self.cache.refuse_more(sum(entry.size for entry in absent))
-        with self.cache.staging() as staged:
+        with self.cache.arrivals() as staged:
             fetch_packs(self.store, self.mark.digest, absent, staged)
             done.files += self.cache.activate(staged, absent)
         done.bytes += sum(entry.size for entry in absent)

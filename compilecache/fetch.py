@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from compilecache.artifact import FileEntry, file_and_directory
+from compilecache.artifact import FileEntry, check_files, file_and_directory
 from compilecache.errors import ChecksumMismatch, CompileCacheError
 from compilecache.pack import broken_packs, unpack
 from compilecache.store import ArtifactStore
+from compilecache.transfer import Transfer
 
 SPARE_BYTES = 4 << 30
 """A pack may hold so many bytes of files that are not wanted before it is refused."""
@@ -25,23 +27,26 @@ def fetch_packs(
 ) -> None:
     """Brings these files, and no others, from their packs into ``dest``, every digest checked.
 
-    Packs come in parallel. All are tried, then one error is raised: StoreUnavailable, UnsafePath, or
+    What an earlier attempt has left in ``dest`` is kept where it is right: a pack all of whose files
+    are there is not fetched again. Packs come in parallel. All are tried, then one error is raised: StoreUnavailable, UnsafePath, or
     ChecksumMismatch with every fault found (also when two entries cannot lie in one directory).
-    Raises OSError when ``dest`` cannot be written. After an error ``dest`` is incomplete: discard it.
+    Raises OSError when ``dest`` cannot be written. After an error ``dest`` is incomplete.
     """
     packs = _by_pack(entries)
+    moving = Transfer("restoring", _bytes(packs), store.listener)
+    for sha256 in [sha256 for sha256, wanted in packs.items() if _kept(dest, wanted)]:
+        moving.add(_bytes({sha256: packs.pop(sha256)}))
 
     def fetch(sha256: str) -> CompileCacheError | None:
         try:
             with store.open_pack(fingerprint, sha256) as stream:
-                unpack(stream, sha256, packs[sha256], dest, spare_bytes=SPARE_BYTES)
+                wanted = packs[sha256]
+                unpack(stream, sha256, wanted, dest, spare_bytes=SPARE_BYTES, written=moving.add)
         except CompileCacheError as error:
             return error
         return None
 
-    largest_first = sorted(
-        packs, key=lambda p: sum(e.size for e in packs[p].values()), reverse=True
-    )
+    largest_first = sorted(packs, key=lambda pack: _bytes({pack: packs[pack]}), reverse=True)
     with ThreadPoolExecutor(workers or store.workers) as pool:
         errors = [error for error in pool.map(fetch, largest_first) if error is not None]
     for error in errors:
@@ -49,6 +54,20 @@ def fetch_packs(
             raise error
     if errors:
         raise broken_packs(f for e in errors if isinstance(e, ChecksumMismatch) for f in e.faults)
+
+
+def _bytes(packs: Mapping[str, Mapping[str, FileEntry]]) -> int:
+    return sum(entry.size for wanted in packs.values() for entry in wanted.values())
+
+
+def _kept(dest: Path, wanted: Mapping[str, FileEntry]) -> bool:
+    """Whether all files of a pack are there, digests checked; what there is of others is removed."""
+    there = [path for path in wanted if os.path.lexists(f"{dest}/{path}")]
+    if len(there) == len(wanted) and not check_files(dest, wanted.values()):
+        return True
+    for path in there:
+        (dest / path).unlink()
+    return False
 
 
 def _by_pack(entries: Iterable[FileEntry]) -> dict[str, dict[str, FileEntry]]:

@@ -13,12 +13,14 @@ TEMP_PREFIX = ".tmp-"
 """Names of unfinished files start so; whoever lists a directory leaves them out."""
 
 
-def replacing(path: Path) -> AbstractContextManager[BinaryIO]:
+def replacing(path: Path, *, durable: bool = True) -> AbstractContextManager[BinaryIO]:
     """A writable file that becomes ``path`` when the block ends well, durably and all at once.
 
-    The file is mode 0600. On an error inside the block ``path`` stays as it was. Raises OSError.
+    The file is mode 0600. On an error inside the block ``path`` stays as it was. Without ``durable``
+    a power cut may leave it empty: for what is checked when it is read, and can be had again. Raises
+    OSError.
     """
-    return _finishing(path, os.replace)
+    return _finishing(path, os.replace, durable=durable)
 
 
 def creating(path: Path) -> AbstractContextManager[BinaryIO]:
@@ -30,19 +32,23 @@ def creating(path: Path) -> AbstractContextManager[BinaryIO]:
 
 
 @contextmanager
-def _finishing(path: Path, finish: Callable[[Path, Path], None]) -> Iterator[BinaryIO]:
+def _finishing(
+    path: Path, finish: Callable[[Path, Path], None], *, durable: bool = True
+) -> Iterator[BinaryIO]:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=TEMP_PREFIX)
     temp = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         finish(temp, path)
     finally:
         with suppress(FileNotFoundError):
             temp.unlink()
-    sync_directory(path.parent)
+    if durable:
+        sync_directory(path.parent)
 
 
 def make_private(directory: Path) -> None:

@@ -10,16 +10,17 @@ import os
 import stat
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import xxhash
 
-from compilecache.artifact import MOST_FILES, FileEntry, PackInfo, Tree, check_name
+from compilecache.artifact import MOST_FILES, FileEntry, PackInfo, Tree
 from compilecache.errors import ChecksumMismatch, CompileCacheError, UnsafePath
 from compilecache.files import replacing
+from compilecache.tarstream import RECORD, DamageError, Tar
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -32,8 +33,6 @@ MOST_TIMES = 1000
 """How much larger than itself a pack may unpack; compiled code takes 3 to 20 times its pack."""
 FREE_BYTES = 64 << 20
 """So much may be unpacked of any pack, however well it compresses."""
-_RECORD = tarfile.BLOCKSIZE
-_NAME_LIMIT = 8192
 _SKIPPED = (0x184D2A50).to_bytes(4, "little")
 """Begins a skippable frame (RFC 8878, 3.1.2): every reader of zstd passes over it."""
 
@@ -94,10 +93,10 @@ class _Writer:
                 next_step="Pack again once nothing writes to the cache",
                 faults=(f"{name}: changed while it was packed",),
             )
-        self._put(bytes(-size % _RECORD))
+        self._put(bytes(-size % RECORD))
 
     def close(self, mark: bytes) -> tuple[str, int]:
-        self._put(bytes(2 * _RECORD))
+        self._put(bytes(2 * RECORD))
         self._write(self._zstd.flush())
         if mark:
             self._write(_SKIPPED + len(mark).to_bytes(4, "little") + mark)
@@ -120,18 +119,19 @@ def unpack(
     dest: Path,
     *,
     spare_bytes: int = 0,
+    written: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Writes the wanted files of a pack below ``dest``, every digest checked, in one pass.
 
     Files of the pack that nobody wants are faults; with ``spare_bytes`` they are skipped, up to so
     many bytes in all. Nothing is decompressed much past what the wanted files and these add up to,
     nor past ``MOST_TIMES`` what was read; and no more is read than they could take up compressed.
-    Raises ChecksumMismatch with every fault found, UnsafePath for a pack that is intact but holds
+    ``written`` hears of bytes of files as they come. Raises ChecksumMismatch with every fault found, UnsafePath for a pack that is intact but holds
     links, devices or names outside the root, OSError from either side. After any error none of the
     files is left.
     """
     inflated = _Inflated(stream, _tar_bytes(wanted.values()) + spare_bytes)
-    unpacker = _Unpacker(_Tar(inflated), wanted, dest, skips=spare_bytes > 0)
+    unpacker = _Unpacker(Tar(inflated.block, wanted), wanted, dest, written, skips=spare_bytes > 0)
     try:
         unsafe = unpacker.run()
         actual = inflated.drain()
@@ -178,11 +178,7 @@ def _too_much(what: str) -> CompileCacheError:
 
 def _tar_bytes(entries: Iterable[FileEntry]) -> int:
     """At least what a tar of these files weighs: contents, headers, long names, padding."""
-    return 64 * _RECORD + sum(e.size + 5 * _RECORD + 4 * len(e.path) for e in entries)
-
-
-class _DamageError(Exception):
-    """The archive cannot be read further."""
+    return 64 * RECORD + sum(e.size + 5 * RECORD + 4 * len(e.path) for e in entries)
 
 
 class _Inflated:
@@ -197,27 +193,27 @@ class _Inflated:
         self._sha256 = hashlib.sha256()
 
     def block(self) -> bytes:
-        """At most BLOCK_BYTES; empty at the end. Raises _DamageError."""
+        """At most BLOCK_BYTES; empty at the end. Raises DamageError."""
         while not self._zstd.eof:
             data = self._read() if self._zstd.needs_input else b""
             if not data and self._zstd.needs_input:
-                raise _DamageError("it ends too early")
+                raise DamageError("it ends too early")
             try:
                 inflated = self._zstd.decompress(data, BLOCK_BYTES)
             except zstd.ZstdError:
-                raise _DamageError("it is not zstd, or damaged") from None
+                raise DamageError("it is not zstd, or damaged") from None
             self._inflated += len(inflated)
             if self._inflated > self._limit:
-                raise _DamageError("it unpacks to more than its records list")
+                raise DamageError("it unpacks to more than its records list")
             if self._inflated > _most_inflated(self._read_bytes):
-                raise _DamageError(f"it unpacks to more than {MOST_TIMES} times its size")
+                raise DamageError(f"it unpacks to more than {MOST_TIMES} times its size")
             if inflated:
                 return inflated
         return b""
 
     def drain(self) -> str:
         """sha256 of the whole stream, reading what is left of it; of too long a one, of a part."""
-        with suppress(_DamageError):
+        with suppress(DamageError):
             while self._read():
                 pass
         return self._sha256.hexdigest()
@@ -228,95 +224,23 @@ class _Inflated:
         self._read_bytes += len(data)
         # zstd adds less than a hundredth to what it cannot compress.
         if self._read_bytes > self._limit + self._limit // 64 + BLOCK_BYTES:
-            raise _DamageError("it is longer than what its records list")
+            raise DamageError("it is longer than what its records list")
         return data
-
-
-class _Tar:
-    """The members of a tar stream: plain files and GNU long names, nothing else."""
-
-    def __init__(self, inflated: _Inflated) -> None:
-        self._inflated = inflated
-        self._rest = memoryview(b"")
-
-    def members(self) -> Iterator[tuple[str, int]]:
-        """Name and size of each file; its content is then to be taken. Raises _DamageError, UnsafePath."""
-        long_name: str | None = None
-        count = 0
-        while (header := self._header()) is not None:
-            count += 1
-            if count > 2 * MOST_FILES:  # a long name is a member of its own
-                raise _DamageError(f"it holds more than {MOST_FILES} files")
-            if header.type == tarfile.GNUTYPE_LONGNAME:
-                long_name = self._long_name(header.size)
-                continue
-            name = check_name(header.name if long_name is None else long_name)
-            if header.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-                raise UnsafePath(
-                    f"pack member '{name}' is no regular file (tar type {header.type!r})",
-                    next_step="Do not use this artifact; publish it anew from a cache you trust",
-                    path=name,
-                )
-            yield name, header.size
-            long_name = None
-            self._padding(header.size)
-
-    def take(self, count: int) -> Iterator[memoryview]:
-        """The next ``count`` bytes, in pieces. Raises _DamageError at the end of the stream."""
-        while count:
-            if not self._rest:
-                self._rest = memoryview(self._inflated.block())
-                if not self._rest:
-                    raise _DamageError("it ends too early")
-            piece, self._rest = self._rest[:count], self._rest[count:]
-            count -= len(piece)
-            yield piece
-
-    def at_end(self) -> bool:
-        """True when nothing follows but zeros, the padding that tar adds."""
-        clean = not any(self._rest)
-        while clean and (block := self._inflated.block()):
-            clean = not any(block)
-        return clean
-
-    def _header(self) -> tarfile.TarInfo | None:
-        data = self._exactly(_RECORD)
-        if not any(data):
-            if any(self._exactly(_RECORD)):
-                raise _DamageError("its end mark is damaged")
-            return None
-        try:
-            # The short form of a long name may end inside a character; a long name replaces it.
-            header = tarfile.TarInfo.frombuf(data, "utf-8", "surrogateescape")
-        except tarfile.HeaderError:
-            raise _DamageError("a tar header is damaged") from None
-        if header.size < 0:
-            raise _DamageError("a tar header has a negative size")
-        return header
-
-    def _long_name(self, size: int) -> str:
-        if size > _NAME_LIMIT:
-            raise _DamageError("a file name is too long")
-        data = self._exactly(size)
-        self._padding(size)
-        try:
-            return data.rstrip(b"\0").decode()
-        except UnicodeDecodeError:
-            raise _DamageError("a file name is not UTF-8") from None
-
-    def _padding(self, size: int) -> None:
-        self._exactly(-size % _RECORD)
-
-    def _exactly(self, count: int) -> bytes:
-        return b"".join(self.take(count))
 
 
 class _Unpacker:
     """Writes what is wanted of a tar stream and remembers everything wrong with it."""
 
     def __init__(
-        self, tar: _Tar, wanted: Mapping[str, FileEntry], dest: Path, *, skips: bool
+        self,
+        tar: Tar,
+        wanted: Mapping[str, FileEntry],
+        dest: Path,
+        tell: Callable[[int], None],
+        *,
+        skips: bool,
     ) -> None:
+        self._tell = tell
         self._tar = tar
         self._wanted = wanted
         self._dest = dest
@@ -332,8 +256,8 @@ class _Unpacker:
             for name, size in self._tar.members():
                 self._member(name, size)
             if not self._tar.at_end():
-                raise _DamageError("something follows its end mark")
-        except _DamageError as damage:
+                raise DamageError("something follows its end mark")
+        except DamageError as damage:
             self.faults.append(f"the pack cannot be read further: {damage}")
         except UnsafePath as error:
             return error
@@ -370,11 +294,12 @@ class _Unpacker:
         self._make_parents(name.rpartition("/")[0])
         digest = xxhash.xxh3_128()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._dest / name, flags, 0o600)
+        descriptor = os.open(f"{self._dest}/{name}", flags, 0o600)
         self._written.append(name)
         try:
             for piece in self._tar.take(size):
                 digest.update(piece)
+                self._tell(len(piece))
                 while piece:
                     piece = piece[os.write(descriptor, piece) :]
         finally:
@@ -385,9 +310,10 @@ class _Unpacker:
         if parent in self._directories:
             return
         self._make_parents(parent.rpartition("/")[0])
-        path = self._dest / parent
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
+        path = f"{self._dest}/{parent}"
+        if not os.path.lexists(path):
+            with suppress(FileExistsError):
+                os.mkdir(path, mode=0o700)  # noqa: PTH102 - thousands of names
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise UnsafePath(
                 f"'{path}' is in the way of the directory of that name",

@@ -102,8 +102,7 @@ def warm(job: Job, replicas: Iterable[Replica], progress: Progress | None = None
     moving = job.engine != "trace" and job.compile_once_per_gpu_kind
     elsewhere = siblings(job.targets) if moving else None
     exchange = Exchange(job.cache, job.store, mark, keys, elsewhere)
-    warming = _Warming(job, exchange, progress or LogProgress())
-    return warming.run(chain([first], iterator))
+    return _Warming(job, exchange, progress or LogProgress()).run(chain([first], iterator))
 
 
 def walk(
@@ -137,6 +136,8 @@ class _Warming:
         self._job = job
         self._exchange = exchange
         self._progress = progress
+        if job.store is not None:
+            job.store.listener = progress.moving
         self._engine = engine_of(
             job.engine,
             job.workload,

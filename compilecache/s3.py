@@ -1,52 +1,54 @@
-"""A bucket as Storage, through s3fs: explicit keys, no caches, no clients from before a fork."""
+"""A bucket as Storage: explicit keys, no caches, packs as streams that go on where they broke."""
 
 from __future__ import annotations
 
 import errno
 import math
-import os
 import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, TypedDict, TypeVar
+from typing import Literal, Protocol, TypedDict
 
-import s3fs
-from botocore.exceptions import (  # type: ignore[import-untyped]
-    ClientError,
-    NoCredentialsError,
-    ParamValidationError,
-)
+from compilecache.s3client import Clients, NotOfferedError
+from compilecache.storage import Blob, Option, Sent, Stored
 
-from compilecache.budget import RefusedError
-from compilecache.storage import Blob, Option, Stored
-
-CONNECT_SECONDS = 5.0
-READ_SECONDS = 10.0
-CALL_SECONDS = 30.0
 SLOWEST_BYTES_PER_SECOND = 500_000
-PART_BYTES = 16 << 20
+PATIENT_SECONDS = 30.0
+"""So long a stream may bring less than that."""
+PART_BYTES = 8 << 20
 PARTS_AT_A_TIME = 4
+MOST_PARTS = 10_000
 
-_EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "RequestExpired")
-_THERE = ("PreconditionFailed", "412")
-_NOT_OFFERED = ("NotImplemented", "501")
 
-T = TypeVar("T")
+class _Body(Protocol):
+    """What an answer brings, as a stream."""
+
+    def read(self, count: int, /) -> bytes:
+        """At most so many bytes."""
+
+    def close(self) -> None:
+        """Gives the connection back, or ends it."""
 
 
 class _Answer(TypedDict, total=False):
     """The fields of S3's answers that are read here."""
 
+    Body: _Body
+    CommonPrefixes: list[_Item]
     ContentLength: int
     Contents: list[_Item]
-    CommonPrefixes: list[_Item]
+    ETag: str
     IsTruncated: bool
     Name: str
     NextContinuationToken: str
     NextKeyMarker: str
     NextUploadIdMarker: str
+    UploadId: str
     Uploads: list[_Item]
 
 
@@ -59,10 +61,26 @@ class _Item(TypedDict, total=False):
     UploadId: str
 
 
+@dataclass(slots=True)
+class _Upload:
+    """A file that goes up in parts, as far as it has come."""
+
+    number: str
+    """S3's name for it."""
+    source: Path
+    """The file; it must be the same one when it is tried again."""
+    size: int
+    """Of the file."""
+    changed: int
+    """When it was written, in nanoseconds."""
+    parts: dict[int, str] = field(default_factory=dict)
+    """Numbers and tags of the parts that are there."""
+
+
 class S3Storage:
     """A prefix in a bucket. Retries are the caller's: every call here is tried once."""
 
-    block_bytes = 8 << 20
+    block_bytes = 256 << 10
     workers = 8
 
     def __init__(
@@ -71,35 +89,32 @@ class S3Storage:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        self._seconds = min(CALL_SECONDS, patience)
-        self._options = _complete(dict(options or {}), patience)
-        self._files: s3fs.S3FileSystem | None = None
-        self._lock, self._owner = threading.Lock(), os.getpid()
-        self._inherited: list[s3fs.S3FileSystem | None] = []
+        self._seconds = min(PATIENT_SECONDS, patience)
+        self._clients = Clients(self.url, patience, dict(options or {}))
         self._conditional = True
         """Whether "only if absent" may be asked for; some stores answer that they do not know it."""
+        self._uploads: dict[str, _Upload] = {}
+        self._uploading = threading.Lock()
 
     def read(self, name: str, limit: int) -> bytes:
+        blob = _S3Blob(self, name)
         try:
-            return self._get(name, 0, limit, self._seconds)
-        except _EmptyError:
-            return b""
+            pieces, left = [], min(limit, blob.size)
+            while left:
+                pieces.append(blob.read_at(blob.at, left))
+                left -= len(pieces[-1])
+            return b"".join(pieces)
+        finally:
+            blob.close()
 
     def size(self, name: str) -> int | None:
         try:
-            return self._head(name)
+            return self._call("head_object", Key=self._prefix + name)["ContentLength"]
         except FileNotFoundError:
             return None
 
     def open(self, name: str) -> Blob:
-        return _S3Blob(self, name, self._head(name))
-
-    def read_range(self, name: str, start: int, count: int) -> bytes:
-        """Exactly these bytes of an object, or OSError."""
-        data = self._get(name, start, count, self._seconds + count / SLOWEST_BYTES_PER_SECOND)
-        if len(data) != count:
-            raise OSError(errno.EIO, f"answered {len(data)} bytes when asked for {count}")
-        return data
+        return _S3Blob(self, name)
 
     def create(self, name: str, data: bytes) -> bool:
         try:
@@ -108,34 +123,17 @@ class S3Storage:
             return False
         return True
 
-    def _put(self, name: str, data: bytes, condition: bool) -> None:
-        only = {"IfNoneMatch": "*"} if condition else {}
-        self._call("put_object", Key=self._prefix + name, Body=data, **only)
-
-    def _if_absent(self, act: Callable[[bool], None]) -> None:
-        """Does it on condition; without, where the store does not offer that: whoever asks reads back."""
-        if self._conditional:
-            try:
-                act(True)
-                return
-            except _NotOfferedError:
-                self._conditional = False
-        act(False)
-
-    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+    def upload(
+        self, name: str, source: Path, *, replace: bool, sent: Sent = lambda count: None
+    ) -> None:
         size = source.stat().st_size
 
         def send(condition: bool) -> None:
-            self._run(
-                lambda files: files.put_file(
-                    str(source),
-                    f"{self._bucket}/{self._prefix}{name}",
-                    mode="create" if condition else "overwrite",
-                    chunksize=PART_BYTES,
-                    max_concurrency=PARTS_AT_A_TIME,
-                    timeout=self._seconds + size / SLOWEST_BYTES_PER_SECOND,
-                )
-            )
+            if size <= PART_BYTES:
+                self._put(name, source.read_bytes(), condition)
+                sent(size)
+            else:
+                self._put_in_parts(name, source, condition, sent)
 
         with suppress(FileExistsError):
             if replace:
@@ -190,21 +188,98 @@ class S3Storage:
         with suppress(FileNotFoundError):
             self._call("abort_multipart_upload", Key=self._prefix + key, UploadId=number)
 
-    def _get(self, name: str, start: int, count: int, seconds: float) -> bytes:
-        def act(files: s3fs.S3FileSystem) -> bytes:
-            data: bytes = files.cat_file(
-                f"{self._bucket}/{self._prefix}{name}",
-                start=start,
-                end=start + count,
-                timeout=seconds,
-            )
-            return data
+    # -- sending ------------------------------------------------------------------------------
 
-        return self._run(act)
+    def _put(self, name: str, data: bytes, condition: bool) -> None:
+        self._call("put_object", Key=self._prefix + name, Body=data, **_only(condition))
 
-    def _head(self, name: str) -> int:
-        answer = self._call("head_object", Key=self._prefix + name)
-        return answer["ContentLength"]
+    def _if_absent(self, act: Callable[[bool], None]) -> None:
+        """Does it on condition; without, where the store does not offer that: whoever asks reads back."""
+        if self._conditional:
+            try:
+                act(True)
+                return
+            except NotOfferedError:
+                self._conditional = False
+        act(False)
+
+    def _put_in_parts(self, name: str, source: Path, condition: bool, sent: Sent) -> None:
+        """Sends the parts that are not there yet: what failed before goes on where it stopped."""
+        upload = self._begun(name, source)
+        try:
+            self._send_parts(name, upload, sent)
+            self._complete(name, upload, condition)
+        except FileNotFoundError as error:
+            # Collected meanwhile; or all was done before, and only the answer was lost.
+            self._uploads.pop(name, None)
+            if self.size(name) != upload.size:
+                raise OSError(errno.EIO, "the store has dropped the upload") from error
+        except FileExistsError:
+            self._uploads.pop(name, None)
+            self.drop_half_upload(f"{name}?{upload.number}")
+            raise
+        self._uploads.pop(name, None)
+
+    def _begun(self, name: str, source: Path) -> _Upload:
+        status = source.stat()
+        with self._uploading:
+            known = self._uploads.get(name)
+            same = (str(source), status.st_size, status.st_mtime_ns)
+            if known is None or (str(known.source), known.size, known.changed) != same:
+                answer = self._call("create_multipart_upload", Key=self._prefix + name)
+                known = _Upload(answer["UploadId"], source, status.st_size, status.st_mtime_ns)
+                self._uploads[name] = known
+            return known
+
+    def _send_parts(self, name: str, upload: _Upload, sent: Sent) -> None:
+        step = max(PART_BYTES, -(-upload.size // MOST_PARTS))
+
+        def send(number: int) -> None:
+            with upload.source.open("rb") as file:
+                file.seek((number - 1) * step)
+                data = file.read(step)
+            arguments = {"Key": self._prefix + name, "UploadId": upload.number}
+            answer = self._call("upload_part", **arguments, PartNumber=number, Body=data)
+            upload.parts[number] = answer["ETag"]
+            sent(len(data))
+
+        numbers = range(1, -(-upload.size // step) + 1)
+        sent(sum(min(step, upload.size - (number - 1) * step) for number in upload.parts))
+        with ThreadPoolExecutor(PARTS_AT_A_TIME) as pool:
+            list(pool.map(send, [number for number in numbers if number not in upload.parts]))
+
+    def _complete(self, name: str, upload: _Upload, condition: bool) -> None:
+        parts: list[dict[str, int | str]] = [
+            {"PartNumber": number, "ETag": tag} for number, tag in sorted(upload.parts.items())
+        ]
+        self._call(
+            "complete_multipart_upload",
+            Key=self._prefix + name,
+            UploadId=upload.number,
+            MultipartUpload={"Parts": parts},
+            **_only(condition),
+        )
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def stream(self, name: str, start: int) -> tuple[_Body, int]:
+        """An object from a place on, and how many bytes are left from there."""
+        wanted = {"Range": f"bytes={start}-"} if start else {}
+        answer = self._call("get_object", Key=self._prefix + name, **wanted)
+        return answer["Body"], answer["ContentLength"]
+
+    def piece(self, body: _Body, count: int) -> bytes:
+        """What has arrived of a stream, up to so many bytes; waits for the first of them."""
+        # One read of the socket, where the library lets us: nothing waits for a block to be full.
+        raw = getattr(body, "_raw_stream", None)
+        read = getattr(raw, "read1", None) or body.read
+        data: bytes = self._clients.plainly(lambda: read(count))
+        return data
+
+    @property
+    def seconds(self) -> float:
+        """So long a stream may bring less than ``SLOWEST_BYTES_PER_SECOND``."""
+        return self._seconds
 
     def _pages(self, **query: str) -> list[_Answer]:
         pages = [self._call("list_objects_v2", **query)]
@@ -215,36 +290,19 @@ class S3Storage:
             raise OSError(errno.EIO, "answered something that is no listing")
         return pages
 
-    def _call(self, method: str, **arguments: str | bytes) -> _Answer:
-        def act(files: s3fs.S3FileSystem) -> _Answer:
-            answer: _Answer = files.call_s3(
-                method, Bucket=self._bucket, timeout=self._seconds, **arguments
-            )
+    def _call(
+        self, method: str, **arguments: str | bytes | int | dict[str, list[dict[str, int | str]]]
+    ) -> _Answer:
+        def act(client: object) -> _Answer:
+            more = self._clients.extra(client, method)
+            answer: _Answer = getattr(client, method)(Bucket=self._bucket, **more, **arguments)
             return answer
 
-        return self._run(act)
+        return self._clients.call(act)
 
-    def _run(self, act: Callable[[s3fs.S3FileSystem], T]) -> T:
-        try:
-            return _plain_errors(lambda: act(self._live()), self._bucket)
-        except _ExpiredError:
-            # s3fs#500: temporary credentials run out in a long job; a new session fetches new ones.
-            self._files = None
-            return _plain_errors(lambda: act(self._live()), self._bucket)
 
-    def _live(self) -> s3fs.S3FileSystem:
-        if self._owner != os.getpid():
-            # s3fs#914: a client from before a fork hangs; it is kept so that nothing closes it.
-            self._inherited.append(self._files)
-            self._files = None
-            self._lock, self._owner = threading.Lock(), os.getpid()
-        with self._lock:
-            if self._files is None:
-                self._files = s3fs.S3FileSystem(
-                    skip_instance_cache=True, use_listings_cache=False, **self._options
-                )
-                self._files.retries = 1
-            return self._files
+def _only(condition: bool) -> dict[str, str]:
+    return {"IfNoneMatch": "*"} if condition else {}
 
 
 def _moment(item: _Item, field: Literal["LastModified", "Initiated"]) -> float:
@@ -253,80 +311,50 @@ def _moment(item: _Item, field: Literal["LastModified", "Initiated"]) -> float:
 
 
 class _S3Blob:
-    def __init__(self, storage: S3Storage, name: str, size: int) -> None:
+    """One answer, read as it arrives; after a failure another one begins where that one broke."""
+
+    def __init__(self, storage: S3Storage, name: str) -> None:
         self._storage = storage
         self._name = name
-        self.size = size
+        self._body: _Body | None = None
+        self.at = 0
+        self.size = self._begin()
 
     def read_at(self, start: int, count: int) -> bytes:
-        return self._storage.read_range(self._name, start, count)
+        if self._body is None or start != self.at:
+            self.close()
+            self.at = start
+            if self._begin() != self.size - start:
+                self.close()
+                raise OSError(errno.EIO, f"answered something else than what follows byte {start}")
+        try:
+            data = self._next(count)
+        except OSError:
+            self.close()
+            raise
+        self.at += len(data)
+        return data
 
     def close(self) -> None:
-        """Nothing is kept open between reads."""
+        if self._body is not None:
+            self._body.close()
+            self._body = None
 
+    def _begin(self) -> int:
+        self._body, left = self._storage.stream(self._name, self.at)
+        self._waited, self._came = 0.0, 0
+        return left
 
-class _ExpiredError(OSError):
-    """Temporary credentials have run out."""
-
-
-class _NotOfferedError(OSError):
-    """The store does not know "only if absent"."""
-
-
-class _EmptyError(OSError):
-    """A range was asked of an object that has no bytes."""
-
-
-def _complete(options: dict[str, Option], patience: float) -> dict[str, Option]:
-    """The caller's options of s3fs, with short timeouts and no retries below ours.
-
-    boto3#4392: checksums in trailers break other stores; sizes and digests are read back instead.
-    """
-    given = options.get("config_kwargs")
-    config: dict[str, Option] = {
-        "connect_timeout": min(CONNECT_SECONDS, patience),
-        "read_timeout": min(READ_SECONDS, patience),
-        "retries": {"total_max_attempts": 1},
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-    }
-    return {**options, "config_kwargs": config | dict(given if isinstance(given, Mapping) else {})}
-
-
-def _plain_errors(act: Callable[[], T], bucket: str) -> T:
-    """The result of ``act``; whatever it raises becomes the OSError that says it best."""
-    try:
-        return act()
-    except NoCredentialsError as error:
-        raise RefusedError(
-            "there are no credentials for it",
-            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-        ) from error
-    except ParamValidationError as error:
-        raise RefusedError(
-            " ".join(str(error).split()), "Write the address as s3://BUCKET/PREFIX"
-        ) from error
-    except OSError as error:
-        raise _sorted_out(error, bucket) from error
-    except Exception as error:
-        # What a broken server makes these libraries raise has no common base.
-        text = " ".join(str(error).split())[:300]
-        raise OSError(errno.EIO, f"{type(error).__name__}: {text}") from error
-
-
-def _sorted_out(error: OSError, bucket: str) -> OSError:
-    cause = error.__cause__
-    code = cause.response["Error"].get("Code", "") if isinstance(cause, ClientError) else ""
-    if code in _THERE:
-        return FileExistsError(*error.args)
-    if code in _NOT_OFFERED:
-        return _NotOfferedError(errno.ENOSYS, f"it does not offer that ({code})")
-    if code in _EXPIRED:
-        return _ExpiredError(errno.EACCES, f"its credentials have expired ({code})")
-    if code in ("InvalidRange", "416"):
-        return _EmptyError(errno.EINVAL, "the range lies past the end")
-    if code == "NoSuchBucket":
-        return RefusedError(
-            f"bucket '{bucket}' does not exist", "Create the bucket, or mend the address"
-        )
-    return error
+    def _next(self, count: int) -> bytes:
+        assert self._body is not None
+        began = time.monotonic()
+        data = self._storage.piece(self._body, count)
+        self._waited += time.monotonic() - began
+        self._came += len(data)
+        if not data:
+            raise OSError(errno.EIO, f"the answer ended after {self.at} bytes")
+        if self._waited > self._storage.seconds + self._came / SLOWEST_BYTES_PER_SECOND:
+            raise TimeoutError(
+                errno.ETIMEDOUT, f"only {self._came} bytes came in {self._waited:.0f} s"
+            )
+        return data

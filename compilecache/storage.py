@@ -23,7 +23,10 @@ from compilecache.files import TEMP_PREFIX, creating, make_private, replacing
 COPY_BYTES = 1 << 20
 
 Option = str | int | float | bool | None | Mapping[str, "Option"]
-"""An option of an fsspec file system, as people write it in a configuration."""
+"""An option of a store, as people write it in a configuration."""
+
+Sent = Callable[[int], None]
+"""Hears of so many more bytes that have gone; from several threads, and again of what is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Blob(Protocol):
     size: int
 
     def read_at(self, start: int, count: int) -> bytes:
-        """Exactly ``count`` bytes from ``start``, or OSError."""
+        """At most ``count`` bytes from ``start``, and at least one, or OSError. In order is fastest."""
 
     def close(self) -> None:
         """Ends the reading."""
@@ -71,7 +74,9 @@ class Storage(Protocol):
         """Writes a small object unless it is there already: then False. Where the storage does
         not honour that, it may overwrite: read back."""
 
-    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+    def upload(
+        self, name: str, source: Path, *, replace: bool, sent: Sent = lambda count: None
+    ) -> None:
         """Writes a file's content under a name, all at once; ``replace`` an object of that name."""
 
     def walk(self, folder: str) -> dict[str, int]:
@@ -140,13 +145,16 @@ class LocalStorage:
             return False
         return True
 
-    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+    def upload(
+        self, name: str, source: Path, *, replace: bool, sent: Sent = lambda count: None
+    ) -> None:
         finishing = replacing if replace else creating
 
         def copy() -> None:
             with source.open("rb") as content, finishing(self._prepared(name)) as file:
                 while block := content.read(COPY_BYTES):
                     file.write(block)
+                    sent(len(block))
 
         with suppress(FileExistsError):
             _in_spite_of_pruning(copy)
@@ -275,11 +283,14 @@ class MemoryStorage:
                 return False
         return True
 
-    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+    def upload(
+        self, name: str, source: Path, *, replace: bool, sent: Sent = lambda count: None
+    ) -> None:
         data = source.read_bytes()
         with self._lock, suppress(FileExistsError):
             mode = "overwrite" if replace else "create"
             self._files.pipe_file(self._path(name), data, mode=mode)
+            sent(len(data))
 
     def walk(self, folder: str) -> dict[str, int]:
         return _sizes(self.survey(folder))
@@ -340,7 +351,7 @@ def open_storage(
         from compilecache.s3 import S3Storage
     except ImportError as error:
         raise StoreUnavailable(
-            f"store '{address}' needs s3fs, which cannot be imported ({error})",
+            f"store '{address}' needs botocore, which cannot be imported ({error})",
             next_step="Install it: pip install 'compilecache[s3]'",
         ) from error
     return S3Storage(first, "/".join(others), patience=patience, options=options)

@@ -39,6 +39,7 @@ from compilecache.signing import NOBODY, Keys, open_keys
 from compilecache.storage import Option, Storage, open_storage
 from compilecache.sweeps import wait_for_sweeps
 from compilecache.tagstore import Tags
+from compilecache.transfer import Listener, Transfer
 
 BUDGET_SECONDS = 120.0
 READ_BACK_BYTES = 64 << 20
@@ -65,6 +66,8 @@ class ArtifactStore:
         self._records = Records(self._calls, keys)
         self.tags = Tags(self._calls, keys)
         """Names of states that are known to work."""
+        self.listener: Listener | None = None
+        """Hears how many bytes of files are restored, and of packs published."""
 
     @classmethod
     def open(
@@ -79,9 +82,9 @@ class ArtifactStore:
         """The store at a directory, ``file://``, ``memory://`` or ``s3://`` address; touches nothing yet.
 
         ``None``: ``COMPILECACHE_STORE``, else ``~/.cache/compilecache/store``. ``budget_seconds``:
-        what its failures may cost in all. ``storage_options``: keyword arguments of s3fs
-        (``endpoint_url``, ``key``, ``secret``, ``config_kwargs``, …); the environment's
-        ``AWS_ENDPOINT_URL`` and credentials count as usual.
+        what its failures may cost in all. ``storage_options``: for S3, named as s3fs names them
+        (``endpoint_url``, ``key``, ``secret``, ``config_kwargs``, …: docs/transfers.md); the
+        environment's ``AWS_ENDPOINT_URL`` and credentials count as usual.
 
         ``trust_keys``: files of public keys; with any, a record that none of them signed is as good
         as absent, and nothing unsigned is published. ``sign_key``: file of the private key that signs
@@ -211,8 +214,13 @@ class ArtifactStore:
         if size is not None and self._holds(name, info, whole=True):
             return
         storage, there = self._calls.storage, size is not None
+
+        def send() -> None:
+            sent = Transfer("publishing", info.size, self.listener).add
+            storage.upload(name, pack, replace=there, sent=sent)
+
         for _ in range(2):
-            self._calls.call(what, lambda: storage.upload(name, pack, replace=there))
+            self._calls.call(what, send)
             held = self._holds(name, info, whole=info.size <= READ_BACK_BYTES)
             if held:
                 return

@@ -97,20 +97,22 @@ def pull(
     places = common.choose_devices(devices) if mark is None else common.names_of(devices or "")
     from compilecache.restoring import restore_plan
 
-    done = _waiting(
-        deadline,
-        lambda: restore_plan(
-            plan,
-            places,
-            cache,
-            opened(),
-            common.tell,
-            baked=image,
-            lock_timeout=lock_timeout,
-            extras=extras,
-            mark=mark,
-        ),
-    )
+    def once() -> Restoration:
+        source = opened()
+        with common.showing_transfers(source):
+            return restore_plan(
+                plan,
+                places,
+                cache,
+                source,
+                common.tell,
+                baked=image,
+                lock_timeout=lock_timeout,
+                extras=extras,
+                mark=mark,
+            )
+
+    done = _waiting(deadline, once)
     for fault in done.faults:
         common.tell(f"warning: {fault}")
     line = json.dumps({"state": _state(done), **done.as_json()})

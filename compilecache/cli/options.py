@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -277,6 +277,15 @@ def write_file(path: Path, data: bytes) -> None:
             f"file '{path}' cannot be written: {error.strerror}",
             next_step="Name a file in a folder that this user may write",
         ) from error
+
+
+@contextmanager
+def showing_transfers(store: ArtifactStore | None) -> Iterator[None]:
+    """Shows what comes from the store and what goes there while the block runs."""
+    with ExitStack() as stack:
+        if store is not None:
+            store.listener = show_progress(stack).moving
+        yield
 
 
 def tell(text: str) -> None:

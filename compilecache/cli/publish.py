@@ -77,9 +77,10 @@ def publish(
     extras = common.open_extras(extra_roots, cache)
     from compilecache.jobs import publish_plan
 
-    done = publish_plan(
-        plan, places, cache, opened, common.tell, lock_timeout=lock_timeout, extras=extras
-    )
+    with common.showing_transfers(opened):
+        done = publish_plan(
+            plan, places, cache, opened, common.tell, lock_timeout=lock_timeout, extras=extras
+        )
     if as_json:
         common.print_json(
             {
@@ -114,12 +115,13 @@ def _adopt(
 ) -> None:
     from compilecache.adopt import adopt, adopt_plan
 
-    if plan_file is None:
-        adopted = adopt(folder, store, devices[0])
-    else:
-        adopted = adopt_plan(
-            folder, store, common.load_plan(plan_file, workload, settings, engine), devices
-        )
+    with common.showing_transfers(store):
+        if plan_file is None:
+            adopted = adopt(folder, store, devices[0])
+        else:
+            adopted = adopt_plan(
+                folder, store, common.load_plan(plan_file, workload, settings, engine), devices
+            )
     cold = _cold(adopted)
     if as_json:
         common.print_json(

@@ -89,16 +89,17 @@ def restore(
     from compilecache.restoring import restore_plan
 
     image = open_baked(baked, trust_keys or None)
-    done = restore_plan(
-        plan,
-        places,
-        cache,
-        opened,
-        common.tell,
-        baked=image,
-        lock_timeout=lock_timeout,
-        extras=extras,
-    )
+    with common.showing_transfers(opened):
+        done = restore_plan(
+            plan,
+            places,
+            cache,
+            opened,
+            common.tell,
+            baked=image,
+            lock_timeout=lock_timeout,
+            extras=extras,
+        )
     for fault in done.faults:
         common.tell(f"warning: {fault}")
     if as_json:

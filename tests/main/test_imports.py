@@ -18,8 +18,8 @@ PACKAGE = Path(compilecache.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 ONLY_IN = {
-    "fsspec": {"store.py", "storage.py", "s3.py"},
-    "s3fs": {"s3.py"},
+    "fsspec": {"storage.py"},
+    "botocore": {"s3client.py"},
     "filelock": {"cachedir.py"},
     "cryptography": {"signing.py"},
     "xxhash": {"artifact.py", "pack.py", "programfile.py"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from compilecache.storage import Blob, Storage, Stored
+from compilecache.storage import Blob, Sent, Storage, Stored
 
 YEAR = 365 * 86400.0
 
@@ -52,9 +52,11 @@ class AgedStorage:
         """As the inner one."""
         return self.inner.create(name, data)
 
-    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+    def upload(
+        self, name: str, source: Path, *, replace: bool, sent: Sent = lambda count: None
+    ) -> None:
         """As the inner one."""
-        self.inner.upload(name, source, replace=replace)
+        self.inner.upload(name, source, replace=replace, sent=sent)
 
     def walk(self, folder: str) -> dict[str, int]:
         """As the inner one."""

@@ -1,9 +1,10 @@
-"""Stores to test against: a directory, memory, and a real S3 server over HTTP."""
+"""Stores to test against: a directory, memory, and two real S3 servers over HTTP."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -18,6 +19,7 @@ from moto.server import ThreadedMotoServer
 from compilecache.store import ArtifactStore
 
 HERE = Path(__file__).parent
+S3RVER = HERE.parent / "s3rver"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,31 @@ def s3_endpoint() -> Iterator[dict[str, str]]:
     host, port = server.get_host_and_port()
     yield {"endpoint_url": f"http://{host}:{port}", "key": "testing", "secret": "testing"}
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3rver_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Options for an s3rver that lives as long as the tests; skipped without it, unless it must run."""
+    node = shutil.which("node")
+    if node is None or not (S3RVER / "node_modules").is_dir():
+        words = "needs node and npm: install them, then 'make test' fetches s3rver"
+        (pytest.fail if os.environ.get("NEED_S3RVER") else pytest.skip)(words)
+    folder = tmp_path_factory.mktemp("s3rver")
+    server = subprocess.Popen(
+        [node, S3RVER / "serve.js", folder, "bucket"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        port = int(server.stdout.readline())
+        yield {"endpoint_url": f"http://127.0.0.1:{port}", "key": "S3RVER", "secret": "S3RVER"}
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.fixture
+def s3rver_place(s3rver_endpoint: dict[str, str]) -> Place:
+    """A prefix of its own in a bucket that overwrites what it is asked to create only."""
+    return Place(f"s3://bucket/{uuid.uuid4().hex}", s3rver_endpoint)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from compilecache.fetch import fetch_packs
 from compilecache.holdings import Surveyor
 from compilecache.keeping import DAY
 from compilecache.retention import Collection, Collector, Retention
-from compilecache.storage import Blob, LocalStorage, open_storage
+from compilecache.storage import Blob, LocalStorage, Sent, open_storage
 from compilecache.store import ArtifactStore
 from compilecache.sweeps import Sweep, marks
 
@@ -366,10 +366,12 @@ class Meddler(AgedStorage):
         self._when, self._words, self._act = when, words, act
         self.acted = False
 
-    def _meddle(self, when: str, name: str) -> None:
+    def _meddle(self, when: str, name: str) -> bool:
         if when == self._when and self._words in name and not self.acted:
             self.acted = True
             self._act()
+            return True
+        return False
 
     def delete(self, name: str) -> None:
         """Perhaps after the act."""
@@ -382,14 +384,17 @@ class Meddler(AgedStorage):
         return super().create(name, data)
 
     def open(self, name: str) -> Blob:
-        """Perhaps with the act between opening and reading."""
+        """Perhaps with the act between opening and reading, and an answer that breaks there."""
         blob = super().open(name)
-        self._meddle("open", name)
+        if self._meddle("open", name):
+            blob.close()
         return blob
 
-    def upload(self, name: str, source: Path, *, replace: bool) -> None:
+    def upload(
+        self, name: str, source: Path, *, replace: bool, sent: Sent = lambda count: None
+    ) -> None:
         """Perhaps before the act."""
-        super().upload(name, source, replace=replace)
+        super().upload(name, source, replace=replace, sent=sent)
         self._meddle("upload", name)
 
 

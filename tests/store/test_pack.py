@@ -275,6 +275,7 @@ def test_a_pack_of_too_many_files_is_refused(
 ) -> None:
     """Empty ones weigh nothing, and still each would take a name and an inode."""
     monkeypatch.setattr("compilecache.pack.MOST_FILES", 10)
+    monkeypatch.setattr("compilecache.tarstream.MOST_FILES", 10)
     tree = {f"f{number:02}": b"" for number in range(10)}
     pack, entries, _ = packed(scratch / "ten", tree)
     assert unpacked(pack.read_bytes(), entries) == tree

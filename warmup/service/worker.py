@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
@@ -38,6 +39,10 @@ from warmup.service.orders import (
 
 if TYPE_CHECKING:
     from compilecache.engines.harness import Replica
+
+
+MOVING_SECONDS = 2.0
+"""Between two lines about what comes from a store, or goes there."""
 
 
 class StopAsked(SystemExit):
@@ -92,6 +97,7 @@ class Teller:
     def __init__(self, line: Line, targets: list[CompileTarget]) -> None:
         self._line = line
         self._open = {target.key: str(target) for target in targets}
+        self._moved = 0.0
 
     def begin(self, count: int) -> None:
         """The service knows."""
@@ -112,6 +118,13 @@ class Teller:
     def trouble(self, text: str) -> None:
         """Goes into the job."""
         self._line.say(Trouble(text=text))
+
+    def moving(self, phase: str, done: int, total: int) -> None:
+        """Every now and then, in words."""
+        if time.monotonic() > self._moved + MOVING_SECONDS:
+            self._moved = time.monotonic()
+            what = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
+            self._line.say(Doing(phase=phase, key=None, what=what))
 
     def stop_if_asked(self) -> None:
         """Leaves; whatever locks and claims are held are given back on the way."""
