@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LINT_READY := $(VENV)/.ready-lint
 # Another torch than the pinned one, in an environment of its own.
 COMPAT_TORCH ?= 2.14.1
 COMPAT := .venv-compat
@@ -19,6 +20,11 @@ $(READY): constraints.txt setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[s3,dev]'
 	touch $(READY)
+
+# Tools for the files of deploy/; tests do without.
+$(LINT_READY): $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[lint]'
+	touch $@
 
 # What torch chooses by itself is not pinned: Triton, and the setuptools that older ones cannot do with.
 $(COMPAT_READY): constraints.txt setup.cfg pyproject.toml
@@ -45,10 +51,11 @@ test: $(READY) $(S3RVER)  ## The whole suite; GPU tests are skipped without a GP
 compat: $(COMPAT_READY) $(S3RVER)  ## The suite with another torch, on CPU: make compat COMPAT_TORCH=2.11.0
 	CUDA_VISIBLE_DEVICES= $(COMPAT)/bin/python -m pytest -p no:cacheprovider
 
-lint: $(READY)
+lint: $(LINT_READY)  ## Python, and the files of deploy/; needs no network once it is set up
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python deploy/check.py
 
 bench: $(READY)  ## CPU benchmarks; results go to benchmarks/results/
 	$(BIN)/python benchmarks/restore.py
