@@ -167,6 +167,7 @@ def queries() -> list[str]:
 def test_every_figure_and_label_of_the_dashboard_exists() -> None:
     """Names and labels are those of a service that has had one job, one target and one request."""
     from prometheus_client.parser import text_string_to_metric_families
+
     from warmup.service.metrics import Metrics
 
     queue = SimpleNamespace(counts=lambda: {"done": 1}, ended={"compiled": 1}, pace=2.0)
