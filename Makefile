@@ -64,6 +64,8 @@ bench: $(READY)  ## CPU benchmarks; results go to benchmarks/results/
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/fleet.py
 	$(BIN)/python benchmarks/service.py
+	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python benchmarks/fuzz.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/incident_replay.py
 

@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from compilecache.errors import ChecksumMismatch, UnsafePath
 from compilecache.evidence import Evidence
+from compilecache.rootfolder import OWN
 from compilecache.shapes import CompileTarget
 
 RECORD_FORMAT: Final = 1
@@ -55,6 +56,8 @@ def check_name(name: str) -> str:
         problem = "is absolute"
     elif ".." in parts:
         problem = "climbs with '..'"
+    elif parts[0] == OWN:
+        problem = f"lies in '{OWN}', where compilecache keeps what it knows of the root"
     elif "" in parts or "." in parts or "\\" in name or len(name) > 4096:
         problem = "is not a plain relative name"
     elif any(unicodedata.category(letter) in ("Cc", "Cs") for letter in name):

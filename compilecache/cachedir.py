@@ -24,6 +24,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from compilecache.artifact import FileEntry, Record, check_files, hash_files
 from compilecache.contents import SETTLED, is_tuning
+from compilecache.documents import read_json
 from compilecache.errors import ChecksumMismatch, LockTimeout, StoreUnavailable, UnsafePath
 from compilecache.files import replacing
 from compilecache.kernels import FOLDER, regroup
@@ -31,6 +32,7 @@ from compilecache.rootfolder import OWN, RootFolder
 
 ARRIVALS = "arrivals"
 """Below staging; the name of no other folder there."""
+NOBODY_KNOWN = "a process that has not said who it is"
 ENTRIES_LAST = ("fxgraph/", "aotautograd/")
 """An index entry is put in place after the binaries it points to."""
 
@@ -90,13 +92,14 @@ class CacheDir(RootFolder):
 
         A holder that dies gives the lock back at once (the kernel does). Raises LockTimeout.
         """
-        with self._explaining():
+        with self.explaining():
             lock = _file_lock(self._own / "lock")
         deadline = time.monotonic() + timeout
         while True:
             try:
                 remaining = max(0.0, deadline - time.monotonic())
-                lock.acquire(timeout=min(every, remaining), poll_interval=0.1)
+                with self.explaining():
+                    lock.acquire(timeout=min(every, remaining), poll_interval=0.1)
                 break
             except Timeout:
                 holder = self.holder()
@@ -108,30 +111,36 @@ class CacheDir(RootFolder):
                     ) from None
                 waiting(str(holder))
         try:
-            with contextlib.suppress(UnsafePath):  # a full disk is no reason not to clean it
-                self.say(doing)
+            self.say(doing)
             yield
         finally:
             (self._own / "holder.json").unlink(missing_ok=True)
             lock.release()
 
     def say(self, doing: str) -> None:
-        """What the holder of the lock is working on, for those who wait."""
+        """What the holder of the lock is working on, for those who wait.
+
+        A note, no more: where it cannot be written, as on a full disk, the work goes on without.
+        """
         holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": time.time(),
             "doing": doing,
         }
-        with self._explaining(), replacing(self._own / "holder.json") as file:
+        with contextlib.suppress(OSError), replacing(self._own / "holder.json") as file:
             file.write(json.dumps(holder).encode())
 
     def holder(self) -> Holder | str:
         """Who holds the lock; a plain word when it did not say."""
         try:
-            return Holder(**json.loads((self._own / "holder.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return "a process that has not said who it is"
+            said = read_json((self._own / "holder.json").read_bytes())
+            if isinstance(said, dict):
+                pid, since = int(said["pid"]), float(said["since"])
+                return Holder(pid, str(said["host"]), since, str(said["doing"]))
+        except (OSError, ValueError, TypeError, LookupError, OverflowError):
+            pass  # half-written, or of another version
+        return NOBODY_KNOWN
 
     def lock_name(self) -> str:
         """Names the lock of this root, unlike every other on any machine; "" where nothing can tell.
@@ -184,7 +193,7 @@ class CacheDir(RootFolder):
         """Notes that every file of the record is in place; written last."""
         folder = self._own / "records" / record.fingerprint
         marker = folder / f"{record.key}.unpublished"
-        with self._explaining():
+        with self.explaining():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not published:
                 marker.touch(mode=0o600)
@@ -236,7 +245,7 @@ class CacheDir(RootFolder):
     def move_aside(self, path: str) -> bool:
         """Moves one file where nobody looks for it; False when it was gone already."""
         place = self._own / "damaged" / f"{time.time_ns()}-{path.rpartition('/')[2]}"
-        with self._explaining():
+        with self.explaining():
             place.parent.mkdir(exist_ok=True, mode=0o700)
             try:
                 (self.root / path).rename(place)
@@ -248,7 +257,7 @@ class CacheDir(RootFolder):
     def staging(self) -> Iterator[Path]:
         """An empty folder on the root's own file system, gone afterwards; old ones are swept."""
         parent = self._swept(keep=())
-        with self._explaining():
+        with self.explaining():
             folder = Path(tempfile.mkdtemp(dir=parent))
         try:
             yield folder
@@ -260,7 +269,7 @@ class CacheDir(RootFolder):
         """A folder like that for what a store gives. It stays when the store fails or the process
         ends: the next restore finds in it what has come. Whatever else uses ``staging`` sweeps it."""
         folder = self._swept(keep=(ARRIVALS,)) / ARRIVALS
-        with self._explaining():
+        with self.explaining():
             folder.mkdir(exist_ok=True, mode=0o700)
         try:
             yield folder
@@ -273,7 +282,7 @@ class CacheDir(RootFolder):
 
     def _swept(self, keep: Collection[str]) -> Path:
         parent = self._own / "staging"
-        with self._explaining():
+        with self.explaining():
             parent.mkdir(exist_ok=True, mode=0o700)
             for left in parent.iterdir():
                 if left.name not in keep:
@@ -288,7 +297,7 @@ class CacheDir(RootFolder):
         """
         self.refuse_conflicts(entries)
         count = 0
-        with self._explaining():
+        with self.explaining():
             for entry in sorted(entries, key=lambda e: (e.path.startswith(ENTRIES_LAST), e.path)):
                 count += _put(f"{staged}/{entry.path}", f"{self.root}/{entry.path}")
             regroup(self.root, [entry.path for entry in entries])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from pathlib import Path
 
+from compilecache.documents import read_json
 from compilecache.kernels import FOLDER, is_group, is_stub, kernel_folder
 
 TRANSIENT = re.compile(r"(^|/)(locks/|tmp\.pid_|\.|tmp[a-z0-9_]{8}$)|\.lock$|\.tmp$")
@@ -42,7 +42,7 @@ def travels(path: str, kernels: Collection[str] = ()) -> bool:
 def is_tuning(path: Path) -> bool:
     """Whether a result of tuning is there and can be read."""
     try:
-        return isinstance(json.loads(path.read_bytes()), dict)
+        return isinstance(read_json(path.read_bytes()), dict)
     except (OSError, ValueError):
         return False
 

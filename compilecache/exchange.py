@@ -281,7 +281,8 @@ class Exchange:
         self.cache.refuse_conflicts(present)
         self.cache.refuse_more(sum(entry.size for entry in absent))
         with self.cache.arrivals() as staged:
-            fetch_packs(self.store, self.mark.digest, absent, staged)
+            with self.cache.explaining():
+                fetch_packs(self.store, self.mark.digest, absent, staged)
             done.files += self.cache.activate(staged, absent)
         done.bytes += sum(entry.size for entry in absent)
         for record in records:
@@ -357,7 +358,8 @@ class Exchange:
     ) -> tuple[Record, Path | None]:
         hashed = hash_files(self.cache.root, files)
         new = [path for path, known in hashed.items() if self._holder(path, known) is None]
-        pack = write_pack(self.cache.root, new, out) if new else None
+        with self.cache.explaining():
+            pack = write_pack(self.cache.root, new, out) if new else None
         entries = []
         for path, known in hashed.items():
             name = self._holder(path, known) or (pack.sha256 if pack else "")

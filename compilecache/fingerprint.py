@@ -19,6 +19,7 @@ from pathlib import Path
 from sysconfig import get_paths
 from typing import TYPE_CHECKING
 
+from compilecache.documents import read_json
 from compilecache.errors import PlanError
 from compilecache.sources import classes_digest, import_name, source_digest
 
@@ -70,10 +71,10 @@ class Fingerprint:
     def parse(cls, text: str) -> Fingerprint:
         """Reads ``dump``'s output. Raises PlanError when it is something else."""
         try:
-            content = json.loads(text)
+            content = read_json(text)
+            if not isinstance(content, dict) or content["format"] != FORMAT:
+                raise ValueError("another format, or none")
             components = content["components"]
-            if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']}")
             return cls({str(name): str(value) for name, value in components.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(

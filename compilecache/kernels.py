@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from compilecache.documents import read_json
 from compilecache.files import replacing
 
 FOLDER = "triton"
@@ -67,7 +68,8 @@ def _write_group(metadata: Path) -> None:
 
 def _names_its_own(group: Path, metadata: str) -> bool:
     try:
-        children = json.loads(group.read_bytes())["child_paths"]
+        found = read_json(group.read_bytes())
+        children = found["child_paths"] if isinstance(found, dict) else {}
         paths = [Path(child) for child in children.values()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False

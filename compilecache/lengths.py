@@ -5,7 +5,6 @@ Every fault names the file and the line or row, counted from 1.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from compilecache.documents import read_json
 from compilecache.errors import PlanError
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class _Reader:
 
     def _parsed(self, line: bytes, number: int) -> object:
         try:
-            parsed: object = json.loads(line)
+            parsed = read_json(line)
         except ValueError as error:
             raise PlanError(
                 f"'{self._path}' line {number} is not JSON: {error}",

@@ -6,7 +6,6 @@ file of its own with what it saw, so a killed process loses nothing. Here those 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from compilecache.documents import read_json
 from compilecache.errors import PlanError
 from compilecache.shapes import Argument, InputSpec, Phase, ShapePlan
 
@@ -162,7 +162,7 @@ def _read(directory: Path) -> tuple[list[_Record], list[str]]:
     records, faults = list[_Record](), list[str]()
     for path in sorted(directory.glob("*.json")):
         try:
-            record = _Record.model_validate(json.loads(path.read_text(encoding="utf-8")))
+            record = _Record.model_validate(read_json(path.read_bytes()))
         except (OSError, ValueError, ValidationError) as error:
             faults.append(f"the record {path.name} cannot be read: {' '.join(str(error).split())}")
             continue

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from importlib import metadata
 
+from compilecache.documents import read_json
 from compilecache.fingerprint import Fingerprint
 
 PINS = "is built for one version of torch: installing it may swap torch or Triton"
@@ -56,7 +57,8 @@ def described(mark: Fingerprint) -> str:
 def packages_of(text: str) -> Mapping[str, str] | None:
     """The packages that ``described`` wrote; None when the text has none."""
     try:
-        packages = json.loads(text)["packages"]
+        found = read_json(text)
+        packages = found["packages"] if isinstance(found, dict) else {}
         return {str(name): str(version) for name, version in packages.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -172,9 +172,9 @@ class _Warming:
 
     def _fill(self) -> None:
         """Looks again, now that nobody else writes, and restores what the store has."""
-        for trouble in self._exchange.look(repair=True):
-            self._trouble(f"{trouble}; moved aside")
         with self._surviving("clearing up"):
+            for trouble in self._exchange.look(repair=True):
+                self._trouble(f"{trouble}; moved aside")
             for path in sweep(self._job.cache):
                 self._trouble(f"'{path}' was never finished by whoever wrote it; moved aside")
         if self._job.baked is not None and self._exchange.missing:

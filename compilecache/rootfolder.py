@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import shutil
@@ -43,19 +44,20 @@ class RootFolder:
     def prepare(self, *, allow_network: bool = False) -> None:
         """Creates the root (0700) and refuses one that cannot hold a cache safely.
 
-        Raises UnsafePath (unwritable, full, noexec, network) or UntrustedArtifact (others could
+        Raises UnsafePath (unwritable, full, noexec, without locks, network) or UntrustedArtifact (others could
         write to it, or to a folder above it).
         """
         self.create()
         self.refuse_foreign_owner()
         self.refuse_full()
         self.refuse_noexec()
+        self.refuse_lockless()
         if not allow_network:
             self.refuse_network()
 
     def create(self) -> None:
         """Makes the root (0700) where there is none. Raises UnsafePath when it cannot be written."""
-        with self._explaining():
+        with self.explaining():
             make_private(self._own)
 
     def refuse_network(self) -> None:
@@ -76,14 +78,14 @@ class RootFolder:
         """
         if not self.root.is_dir():
             return False
-        with self._explaining():
+        with self.explaining():
             self._own.mkdir(exist_ok=True, mode=0o700)
         self.refuse_foreign_owner()
         return True
 
     def refuse_foreign_owner(self) -> None:
         """Raises UntrustedArtifact for a root that somebody else can write, or replace."""
-        with self._explaining():
+        with self.explaining():
             refuse_foreign(self.root)
             refuse_foreign(self._own)
 
@@ -111,7 +113,7 @@ class RootFolder:
 
     def refuse_noexec(self) -> None:
         """Raises UnsafePath where nothing can be mapped for execution."""
-        with self._explaining(), tempfile.TemporaryFile(dir=self._own) as probe:
+        with self.explaining(), tempfile.TemporaryFile(dir=self._own) as probe:
             probe.write(b"\0" * mmap.PAGESIZE)
             probe.flush()
             try:
@@ -125,15 +127,34 @@ class RootFolder:
                     path=self.root,
                 ) from error
 
+    def refuse_lockless(self) -> None:
+        """Raises UnsafePath where the kernel locks no files, or where the lock is a link."""
+        with self.explaining(), tempfile.TemporaryFile(dir=self._own) as probe:
+            try:
+                fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                # filelock#67, #603: a lock that is only a file stays when its holder dies.
+                raise UnsafePath(
+                    f"cache root '{self.root}' lies where files cannot be locked ({error.strerror})",
+                    next_step="Choose a local disk with --root or COMPILECACHE_ROOT",
+                    path=self.root,
+                ) from error
+        if (self._own / "lock").is_symlink():
+            raise UnsafePath(
+                f"the lock of cache root '{self.root}' is a link, which nobody here made",
+                next_step=f"Find out who did, then remove '{self._own / 'lock'}'",
+                path=self._own / "lock",
+            )
+
     @contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def explaining(self) -> Iterator[None]:
         """Turns a refusal of the file system into one error that names the root."""
         try:
             yield
         except OSError as error:
             if error.errno not in (
                 errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT,
-                errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO,
+                errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO, errno.ELOOP, errno.ENOSYS, errno.ENOLCK,
             ):  # fmt: skip
                 raise
             raise UnsafePath(

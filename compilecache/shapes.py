@@ -27,10 +27,13 @@ from pydantic import (
     field_validator,
 )
 
+from compilecache.documents import read_yaml
 from compilecache.errors import PlanError
 
 PLAN_FORMAT: Final = 1
 TARGET_LIMIT = 4096
+FUNCTION: Final = r"^[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}$"
+"""Names of functions are part of keys, and keys are names of files and objects."""
 
 Phase = Literal["train", "eval", "both"]
 EngineName = Literal["trace", "program", "auto"]
@@ -57,7 +60,7 @@ Argument = Annotated[TensorSpec | JsonValue, Field(union_mode="left_to_right")]
 class InputSpec(_Value):
     """What makes one compiled graph of a workload."""
 
-    function: str = "forward"
+    function: Annotated[str, Field(pattern=FUNCTION)] = "forward"
     """Which of the workload's separately compiled functions: "forward", "block_mask", …"""
     phase: Phase = "train"
     """train: forward and backward. eval: under ``torch.no_grad``. both: serves both, no gradient."""
@@ -154,16 +157,15 @@ class ShapePlan(_Value):
     def load(cls, path: str | Path) -> Self:
         """Reads a plan file (YAML or JSON). Raises PlanError naming file and field."""
         try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            data = read_yaml(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(
                 f"plan file '{path}' cannot be read: {error.strerror or error}",
                 next_step="Write one with 'compilecache plan --output FILE'",
             ) from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            where = " ".join(str(error).split())
+        except ValueError as error:
             raise PlanError(
-                f"plan file '{path}' is not YAML: {where}",
+                f"plan file '{path}' is not YAML: {str(error)[:1000]}",
                 next_step="Mend the line it names, or write the plan anew",
             ) from error
         return cls.parse(data, source=str(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,16 @@ def _run(*words: object) -> None:
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"mounts are not permitted here: {done.stderr.strip()}")
+
+
+def can_mount() -> bool:
+    """Whether file systems may be mounted here."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with tmpfs(Path(folder), "size=1m"):
+                return True
+        except pytest.skip.Exception:
+            return False
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,12 @@ T = TypeVar("T")
 SETTINGS = {
     "PYTHONPATH": os.pathsep.join(
         map(
-            str, (ROOT, TESTS, *(TESTS / name for name in ("main", "guard", "programs", "service")))
+            str,
+            (
+                ROOT,
+                TESTS,
+                *(TESTS / name for name in ("main", "guard", "programs", "service", "faults")),
+            ),
         )
     ),
     "OPENBLAS_NUM_THREADS": "1",
@@ -89,7 +95,10 @@ class Running:
     @property
     def err(self) -> str:
         """What it has written to standard error so far."""
-        path = self._folder / "stderr"
+        return self._written("stderr")
+
+    def _written(self, name: str) -> str:
+        path = self._folder / name
         return path.read_text() if path.exists() else ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -111,7 +120,7 @@ class Running:
                 raise AssertionError(f"still running after {timeout:.0f} s: {self.err[-4000:]}")
             time.sleep(0.01)
         assert self._code is not None
-        return Ended(self._code, (self._folder / "stdout").read_text(), self.err)
+        return Ended(self._code, self._written("stdout"), self.err)
 
     def result(self) -> object:
         """What its function returned; fails the test with its output when it did not return."""
@@ -127,6 +136,7 @@ class Template:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = itertools.count()
+        self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, str(TESTS / "template.py")],
             stdin=subprocess.PIPE,
@@ -144,10 +154,11 @@ class Template:
     def _ask(self, order: Mapping[str, object] | None) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        if order is not None:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-        return self._process.stdout.readline()
+        with self._lock:
+            if order is not None:
+                self._process.stdin.write(json.dumps(order) + "\n")
+                self._process.stdin.flush()
+            return self._process.stdout.readline()
 
     def _poll(self, pid: int) -> int | None:
         return json.loads(self._ask({"act": "poll", "pid": pid}))  # type: ignore[no-any-return]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import inspect
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +25,9 @@ from processes import Running, Template
 from compilecache.artifact import FileEntry, Record, hash_files
 from compilecache.cachedir import CacheDir, default_root
 from compilecache.contents import REMADE, TRANSIENT, libraries, travels
+from compilecache.ensure import ensure_warm
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
+from compilecache.jobs import publish_plan, restore_plan, warm_plan
 from compilecache.rootfolder import NETWORK, OWN, filesystem
 
 PACK = "0" * 64
@@ -100,10 +106,12 @@ def test_a_root_that_fills_up_while_it_is_written(tmp_path: Path) -> None:
         with file, pytest.raises(OSError, match="No space"):
             while file.write(bytes(2**16)):
                 pass
-        with pytest.raises(UnsafePath, match="No space left") as caught:
-            cache.say("x" * 100_000)
-        assert caught.value.path == str(folder)
+        cache.say("x" * 100_000)
         assert "before" in str(cache.holder())
+        (tmp_path / "file").write_bytes(bytes(100_000))
+        with pytest.raises(UnsafePath, match="No space left") as caught, cache.explaining():
+            shutil.copy(tmp_path / "file", folder / "file")
+        assert caught.value.path == str(folder)
 
 
 MOUNTS = """\
@@ -137,7 +145,7 @@ def _mounts_of_this_process(mounts: Path) -> Iterator[None]:
 
 
 def test_a_root_on_a_network_file_system(fresh: Template, tmp_path: Path) -> None:
-    """173679: NFS is refused, with its name, unless insisted on."""
+    """173679: NFS is refused, with its name, unless insisted on (triton#11512)."""
     if os.getuid() != 0:
         pytest.skip("only root can pretend other mounts")
     mounts, root = tmp_path / "mountinfo", tmp_path / "root"
@@ -243,6 +251,52 @@ def test_a_holder_that_never_said_who_it_is(cache: CacheDir) -> None:
     assert cache.holder() == "a process that has not said who it is"
     (cache.root / OWN / "holder.json").write_text('{"pid": 1')
     assert cache.holder() == "a process that has not said who it is"
+
+
+def test_where_files_cannot_be_locked(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """filelock#67, #603: no soft lock instead, which would stay for ever; refused, and said why."""
+
+    def unknown(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unknown)
+    with pytest.raises(UnsafePath, match=r"cannot be locked \(Function not implemented\)"):
+        cache.prepare()
+    with pytest.raises(UnsafePath, match="Function not implemented"), cache.lock("mine", timeout=1):
+        pass
+    assert cache.holder() == "a process that has not said who it is"
+
+
+def test_a_lock_that_is_a_link(cache: CacheDir, tmp_path: Path) -> None:
+    """CVE-2025-68146, CVE-2026-22701: what it leads to is neither opened nor cut short."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (cache.root / OWN / "lock").symlink_to(precious)
+    with pytest.raises(UnsafePath, match="is a link"):
+        cache.prepare()
+    with pytest.raises(UnsafePath), cache.lock("mine", timeout=1):
+        pass
+    assert precious.read_text() == "precious"
+
+
+def test_a_lock_that_is_given_back_in_another_thread(cache: CacheDir) -> None:
+    """filelock#404: a lock that counted by thread was never given back; here the next one gets it."""
+    held = cache.lock("mine", timeout=1)
+    held.__enter__()
+    other = threading.Thread(target=held.__exit__, args=(None, None, None))
+    other.start()
+    other.join()
+    with cache.lock("again", timeout=0):
+        assert "again" in str(cache.holder())
+
+
+def test_it_is_waited_for_longer_than_anything_compiles() -> None:
+    """flashinfer#993: a minute was shorter than the compile; by default an hour, in every way in."""
+    ways = (CacheDir.lock, ensure_warm, warm_plan, restore_plan, publish_plan)
+    for way in ways:
+        names = inspect.signature(way).parameters
+        wait = names["timeout" if way is CacheDir.lock else "lock_timeout"]
+        assert wait.default >= 3600.0
 
 
 # -- what lies in it ----------------------------------------------------------------------------
