@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import torch
@@ -93,6 +94,14 @@ class Fragile(Product):
         return super().forward(x)
 
 
+class Flaky(Product):
+    """Compiles to another graph where the environment says so, which no fingerprint knows of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, width] → [B, some]."""
+        return x @ self.weight[:, : int(os.environ.get("FLAKY_COLUMNS", "3"))]
+
+
 class Learning(Workload):
     """A workload whose step does what none should: it changes the parameters."""
 
@@ -114,6 +123,7 @@ class Learning(Workload):
 two_layer = ExampleWorkload(build="workloads:TwoLayer")
 product = ExampleWorkload(build="workloads:Product")
 passed_by = ExampleWorkload(build="workloads:PassedBy")
+flaky = ExampleWorkload(build="workloads:Flaky")
 fragile = ExampleWorkload(build="workloads:Fragile")
 
 

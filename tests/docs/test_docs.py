@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import json
@@ -252,6 +253,35 @@ def test_presets_and_settings_of_the_drafter_are_documented() -> None:
         heads = f"{config.num_heads} / {config.num_kv_heads} / {config.head_dim}"
         assert row[0].endswith(f"| {config.hidden_size} | {heads} | {ids} | {config.max_length} |")
     assert missing({f"`{name}`" for name in inspect.signature(dflash).parameters}, text) == []
+
+
+def documented_cases() -> list[tuple[str, ...]]:
+    """The cells of every row of cases.md: failures, what happened, what is done, tests."""
+    rows = [line.strip("| ").split(" | ") for line in page("cases.md").splitlines()]
+    return [tuple(cells) for cells in rows if len(cells) == 4 and cells[0].startswith("`")]
+
+
+def docstring_of(place: str) -> str:
+    """What a test promises; fails when there is no such test."""
+    path, *names = place.split("::")
+    body: list[ast.stmt] = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    for name in names:
+        found = [
+            n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name
+        ]
+        assert len(found) == 1, place
+        body = found[0].body
+    return ast.get_docstring(found[0]) or ""
+
+
+def test_every_public_failure_has_the_tests_that_are_named() -> None:
+    """Each test of cases.md exists; each failure is named in the docstring of one of its tests."""
+    cases = documented_cases()
+    assert len(cases) > 50
+    for failures, _, _, tests in cases:
+        said = " ".join(docstring_of(place) for place in re.findall(r"`([^`]+)`", tests))
+        for failure in re.findall(r"`([^`]+)`", failures):
+            assert failure.rpartition("#")[2] in said, failure
 
 
 # -- links and words -----------------------------------------------------------------------------

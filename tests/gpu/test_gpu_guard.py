@@ -71,7 +71,7 @@ def test_new_shapes_on_several_devices_take_turns(found: dict[str, Any]) -> None
 
 
 def test_a_side_thread_has_a_context_after_a_restore(tmp_path: Path) -> None:
-    """triton#3729: in a process that only loads, a thread's first kernel found no context."""
+    """triton#3729: in a process that only loads, a thread's first kernel found no context (pytorch#152639)."""
     assert torch.cuda.is_available()
     words = [str(HERE / "gpu_restored_thread.py"), str(tmp_path)]
     assert run(*words, "cold", DEVICES[-1]).returncode == 0

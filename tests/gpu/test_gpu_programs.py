@@ -57,7 +57,7 @@ def statuses(said: dict[str, Any], device: str) -> set[str]:
 
 
 def test_programs_are_compiled_on_one_index_and_rewritten_for_the_other(programs: Programs) -> None:
-    """One compile for all; nothing was given up."""
+    """One compile for all; nothing was given up (pytorch#170123, pytorch#170621)."""
     assert programs.cold["report"]["gave_up"] == []
     assert {row["engine"] for row in programs.cold["report"]["targets"]} == {"program"}
     assert statuses(programs.cold, DEVICES[0]) == {"compiled"}

@@ -55,7 +55,7 @@ def assert_one_error(ended: Ended, code: int, *words: str) -> None:
 
 
 def test_warm(fresh: Template, warmed: Place) -> None:
-    """The whole report; progress goes to standard error, line by line without a terminal."""
+    """The whole report; progress goes to standard error, line by line without a terminal (OneTrainer#1607, pytorch#88384)."""
     shutil.rmtree(warmed.root)
     ended = fresh.command("warm", *warmed.words, "--json")
     assert ended.code == 0
@@ -108,7 +108,7 @@ def test_restore_and_publish(fresh: Template, warmed: Place) -> None:
 
 
 def test_ls_and_fingerprint(fresh: Template, warmed: Place) -> None:
-    """A store by fingerprint, one fingerprint by target; the first digits are enough."""
+    """A store by fingerprint, one fingerprint by target; the first digits are enough (unsloth#10528)."""
     mark = fresh.command("fingerprint", warmed.plan_file, "--device", "cpu", "--json").json
     assert set(mark) >= {"digest", "components"}
     all_marks = fresh.command("ls", "--store", warmed.store, "--json").json

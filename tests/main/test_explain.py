@@ -139,7 +139,7 @@ def test_what_the_store_has_is_not_missing(fresh: Template, programs: Place) -> 
 
 
 def test_the_nearest_fingerprint(fresh: Template, programs: Place) -> None:
-    """Another setting: every component that differs, as published and here; exit code 3."""
+    """Another setting: every component that differs, as published and here; exit code 3 (dynamo#10695)."""
     env = {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"}
     published = fresh.command("explain", *programs.words, "--json").json["fingerprint"]
     ended = fresh.command("explain", *programs.words, "--json", env=env)
@@ -196,7 +196,7 @@ def test_what_is_only_caution(fresh: Template, programs: Place) -> None:
     ],
 )
 def test_weights(component: str, on_gpu: bool, on_cpu: bool) -> None:
-    """What enters torch's own keys, by the kind of device; each says why."""
+    """What enters torch's own keys, by the kind of device; each says why (triton#1323, vllm#41871)."""
     found = weight(component, "cuda"), weight(component, "cpu")
     assert tuple(one.matters for one in found) == (on_gpu, on_cpu)
     assert all(one.because for one in found)

@@ -95,7 +95,10 @@ def test_terminated(fresh: Template, cold: Cold, place: Place) -> None:
 
 
 def test_killed_while_it_is_put_in_place(fresh: Template, warmed: Place, tmp_path: Path) -> None:
-    """SIGKILL during restores: no record without its files, and nothing left in staging later."""
+    """SIGKILL during restores: no record without its files, and nothing left in staging later.
+
+    fsd#74: a download that went to its final name was taken for a whole one.
+    """
     chance = random.Random(3)
     for _ in range(6):
         shutil.rmtree(warmed.root)
@@ -144,7 +147,7 @@ def test_what_no_linker_finished(tmp_path: Path, data: bytes) -> None:
 
 
 def test_starts_at_once_compile_each_target_once(fresh: Template, cold: Cold, place: Place) -> None:
-    """vllm#24601: three pods start on one directory; one compiles, the others wait and load."""
+    """vllm#24601: three pods start on one directory; one compiles, the others wait and load (vllm#18851)."""
     place.write(plan("product", [2, 3, 4]))
     cold.seed(place.root)
     processes = [fresh.begin("warm", *place.words, "--json") for _ in range(3)]

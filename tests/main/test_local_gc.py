@@ -96,7 +96,7 @@ def test_nothing_in_use_goes(cache: CacheDir) -> None:
 
 
 def test_what_no_record_lists_goes_first_and_longest_unused_first(cache: CacheDir) -> None:
-    """Until the root fits, and no further."""
+    """Until the root fits, and no further (pytorch#196993)."""
     keep(cache, "adopted", "fxgraph/a/b")
     plant(cache, "aa/one.so", "aa/two.so", "aa/three.so")
     age(cache, 60)

@@ -224,8 +224,23 @@ def test_a_graph_that_torch_never_caches(fresh: Template, seeded: Place) -> None
     assert "forward train x=[2,8] on cpu" in refused
 
 
+def test_keys_that_differ_from_process_to_process(fresh: Template, seeded: Place) -> None:
+    """131921, modelexpress#560: there, and not used. The proof fails, and the next start's report says so."""
+    seeded.write(plan("flaky", [2], ("eval",)))
+    words = seeded.words
+    assert fresh.command("warm", *words, env={"FLAKY_COLUMNS": "3"}).code == 0
+    later = {"FLAKY_COLUMNS": "5"}
+    proof = fresh.command("verify", *words[:-2], "--json", env=later)
+    assert proof.code == 3
+    assert not proof.json["targets"][0]["warm"]
+    seen = fresh.command("warm", *words, "--json", env=later)
+    (row,) = seen.json["targets"]
+    assert (row["status"], row["evidence"]["misses"] > 0) == ("compiled", True)
+    assert any("compiled all the same" in text for text in seen.json["gave_up"])
+
+
 def test_every_record_lists_all_its_target_needs(fresh: Template, small: Place) -> None:
-    """The second target shares files with the first; restored alone it still compiles nothing."""
+    """The second target shares files with the first; restored alone it still compiles nothing (vllm-rbln#805)."""
     shared = set.intersection(
         *({entry.path for entry in record.files} for record in records_of(small.store))
     )
@@ -288,7 +303,7 @@ def test_a_copied_cache_that_misses_says_why(fresh: Template, small: Place) -> N
 
 
 def test_damage_in_the_root_is_moved_aside_and_mended(fresh: Template, small: Place) -> None:
-    """triton#8923: an empty entry; the store's whole one takes its place and nothing is deleted."""
+    """triton#8923: an empty entry; the store's whole one takes its place and nothing is deleted (pytorch#184096)."""
     entry = next(small.root.glob("aotautograd/*/*"))
     whole = entry.read_bytes()
     entry.write_bytes(b"")

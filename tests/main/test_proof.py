@@ -171,7 +171,7 @@ def test_an_empty_root_is_said_to_be_empty(fresh: Template, place: Place) -> Non
 
 
 def test_a_fresh_process_that_hangs(fresh: Template, place: Place) -> None:
-    """189290: it has a deadline."""
+    """189290: it has a deadline (pytorch#162199)."""
     assert "was ended after 1 s" in fresh.call(_prove, place, "hanging:workload", 1.0)
 
 

@@ -23,6 +23,7 @@ from compilecache.fetch import fetch_packs
 from compilecache.holdings import Surveyor
 from compilecache.keeping import DAY
 from compilecache.retention import Collection, Collector, Retention
+from compilecache.rootbudget import RootBudget
 from compilecache.storage import Blob, LocalStorage, Sent, open_storage
 from compilecache.store import ArtifactStore
 from compilecache.sweeps import Sweep, marks
@@ -144,6 +145,15 @@ def test_folders_may_vanish_while_files_are_made(tmp_path: Path) -> None:
 # -- what goes and what stays ---------------------------------------------------------------------
 
 
+def test_by_default_nothing_grows_without_end() -> None:
+    """bazel-remote#712, jax#18751: finite numbers of days, bytes, fingerprints and files, in each command."""
+    rule, budget = Retention(), RootBudget()
+    for most in (rule.keep_days, rule.keep_bytes, rule.keep_fingerprints, budget.keep_days):
+        assert 0 < most < 10**15
+    assert 0 < budget.keep_bytes < 10**15
+    assert 0 < budget.keep_files < 10**9
+
+
 def test_nothing_young_goes(store: ArtifactStore, tmp_path: Path) -> None:
     """The strictest rule takes nothing that is younger than the grace time."""
     first, second = (publish(store, tmp_path, seed) for seed in (1, 2))
@@ -236,7 +246,7 @@ def test_a_collected_generation_is_not_used_again(
 def test_a_claim_holds_a_fingerprint(
     store: ArtifactStore, storage: AgedStorage, tmp_path: Path
 ) -> None:
-    """While it is young nothing of the fingerprint goes; an old one holds nothing."""
+    """While it is young nothing of the fingerprint goes; an old one holds nothing (sglang#34231)."""
     publish(store, tmp_path, 1)
     publish(store, tmp_path, 2)
     publish(store, tmp_path, 3, fingerprint=OTHER)

@@ -51,7 +51,10 @@ class TestStoreContract:
     def test_what_is_published_can_be_fetched(
         self, place: Place, store: ArtifactStore, tmp_path: Path
     ) -> None:
-        """Record, pack and layout come out as they went in, for another client too."""
+        """Record, pack and layout come out as they went in, for another client too.
+
+        filesystem_spec#1062: a recursive put nested folders; every key is the one that was meant.
+        """
         record, pack = sample(tmp_path)
         assert store.publish(record, pack) == record
         other = place.open()
@@ -211,6 +214,19 @@ class TestStoreContract:
         fetch_packs(store, FINGERPRINT, record.files, tmp_path / "out", workers=2)
         assert check_files(tmp_path / "out", record.files) == ()
 
+    def test_what_others_publish_later_is_seen(
+        self, place: Place, store: ArtifactStore, tmp_path: Path
+    ) -> None:
+        """s3fs#851: no client remembers a listing; not of nothing, nor of what there was."""
+        assert store.fingerprints() == []
+        assert store.entries(FINGERPRINT) == ()
+        for seed in range(2):
+            place.open().publish(*sample(tmp_path, seed, key=f"adopted-{seed}"))
+            assert [entry.key for entry in store.entries(FINGERPRINT)] == [
+                f"adopted-{n}" for n in range(seed + 1)
+            ]
+        assert store.fingerprints() == [FINGERPRINT]
+
     def test_ls_tells_sizes(self, store: ArtifactStore, tmp_path: Path) -> None:
         """An entry says generation, time, files and bytes."""
         record, pack = sample(tmp_path)
@@ -233,7 +249,7 @@ class TestStoreContract:
     ],
 )
 def test_addresses_are_normalised(given: str | Path, shown: str) -> None:
-    """Doubled and trailing slashes name the same store."""
+    """s3fs#1005: doubled and trailing slashes name the same store."""
     assert ArtifactStore.open(given).url == shown
 
 

@@ -43,7 +43,7 @@ def fails(act: Callable[[], object], said: str) -> str:
 
 
 def test_a_burst_of_errors_is_survived(server: SickServer, tmp_path: Path) -> None:
-    """SlowDown, 500s and hang-ups between good answers cost time only."""
+    """s3fs#484: SlowDown, 500s and hang-ups between good answers cost time only."""
     store = opened(server)
     record, pack = sample(tmp_path)
     server.moods = ["SlowDown", "ok", "InternalError", "hang up", "ok", "SlowDown"]
@@ -65,7 +65,7 @@ def test_a_transfer_that_breaks_goes_on(server: SickServer, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("mood", ["SlowDown", "InternalError", "stall", "hang up", "html"])
 def test_a_sick_store_costs_its_budget_once(server: SickServer, mood: str) -> None:
-    """Whatever the sickness, once the budget is spent no call asks the store again."""
+    """sccache#2820: whatever the sickness, once the budget is spent no call asks the store again."""
     server.mood = mood
     store = opened(server, budget_seconds=1.5)
     while "not tried" not in fails(lambda: store.latest(FINGERPRINT), "s3://b/p"):
@@ -93,7 +93,7 @@ def test_a_refusal_is_not_tried_again(server: SickServer, tmp_path: Path) -> Non
 
 
 def test_expired_credentials_are_fetched_anew_once(server: SickServer) -> None:
-    """One rebuilt client for an expired token; if that fails too, an error and no retries."""
+    """s3fs#500: one rebuilt client for an expired token; if that fails too, an error, no retries."""
     store = opened(server)
     server.moods = ["ExpiredToken"]
     assert store.entries(FINGERPRINT) == ()
@@ -139,6 +139,21 @@ def test_a_store_that_alters_bodies_is_found_out(server: SickServer, tmp_path: P
     """What reads back as other bytes was not published (boto3#4435)."""
     server.alters_bodies = True
     fails(lambda: opened(server).publish(*sample(tmp_path)), "does not give back")
+
+
+def test_no_checksums_that_other_stores_do_not_know(server: SickServer, tmp_path: Path) -> None:
+    """boto3#4392: none of botocore's own by default, since they break other stores; by option they come."""
+
+    def checksums(place: Place) -> set[str]:
+        server.headers.clear()
+        place.open().publish(
+            *sample(tmp_path, len(server.objects), key=f"adopted-{len(server.objects)}")
+        )
+        return {name for sent in server.headers for name in sent if "checksum" in name}
+
+    assert checksums(Place("s3://b/p", server.options)) == set()
+    chosen = {"request_checksum_calculation": "when_supported"}
+    assert checksums(Place("s3://b/p", {**server.options, "config_kwargs": chosen}))
 
 
 def test_an_answer_that_was_lost_is_not_a_conflict(server: SickServer, tmp_path: Path) -> None:

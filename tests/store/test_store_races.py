@@ -89,7 +89,7 @@ def assert_whole(store: ArtifactStore) -> int:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_store_works_after_a_fork(s3_place: Place, tmp_path: Path) -> None:
-    """A child that inherited a used client gets its own instead of hanging (s3fs#914)."""
+    """A child that inherited a used client gets its own instead of hanging (s3fs#914, #889)."""
     store = s3_place.open()
     record, pack = sample(tmp_path)
     store.publish(record, pack)
