@@ -1,4 +1,4 @@
-"""What the parsers of records, plans, packs, claims, key files and fingerprints do with broken input.
+"""What the parsers of records, plans, packs, claims, tags, key files and fingerprints do with broken input.
 
 Valid samples are changed in fields, tar headers, zstd frames, YAML lines and bytes. Each input must be read, or
 refused with an error of ours that ends with the next step; nothing may be left behind or written outside of
@@ -17,7 +17,8 @@ from pathlib import Path
 # The tests try the same inputs.
 sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("", "tests", "tests/faults"))
 
-from fuzzing import MOST_BYTES, MOST_SECONDS, SHARES, Tally, fuzz
+from fuzzing import MOST_BYTES, MOST_SECONDS, Tally, fuzz
+from parsers import SHARES
 from results import Row, table, write
 
 INPUTS = 100_000

@@ -5,7 +5,6 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -14,6 +13,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from compilecache.documents import read_json
 from compilecache.fingerprint import ENV_IGNORED, Fingerprint
 from compilecache.sources import file_digest, source_file
 from compilecache.tags import ADDRESS, PACKAGE, VARIABLE, VERSION, SourceFile, Surroundings
@@ -82,7 +82,9 @@ def _distributions() -> tuple[dict[str, str], dict[str, str]]:
 def _origin(text: str | None) -> str:
     """The address of a distribution, as a requirement names it; "" for one of an index (PEP 610)."""
     try:
-        data = json.loads(text or "{}")
+        data = read_json(text or "{}")
+        if not isinstance(data, dict):
+            return ""
         url = str(data.get("url", ""))
         url = re.sub(r"//[^/@]*@", "//", url)  # whoever may read a store need not see a token
         if "vcs_info" in data:

@@ -5,14 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fuzzing import PARSERS, fuzz
+from fuzzing import fuzz
+from parsers import PARSERS
 
 from compilecache.artifact import FileEntry
 from compilecache.documents import MOST_DEPTH, read_json, read_yaml
 from compilecache.errors import PlanError, UnsafePath
 from compilecache.shapes import ShapePlan
 
-INPUTS = {"record": 1200, "plan": 250, "pack": 900, "claim": 250, "key": 400, "fingerprint": 600}
+INPUTS = {
+    "record": 1200,
+    "plan": 250,
+    "pack": 900,
+    "claim": 250,
+    "tag": 300,
+    "key": 400,
+    "fingerprint": 600,
+}
 
 
 @pytest.mark.parametrize("name", PARSERS)
