@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -32,8 +33,10 @@ from compilecache.errors import PlanError
 
 PLAN_FORMAT: Final = 1
 TARGET_LIMIT = 4096
-FUNCTION: Final = r"^[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}$"
-"""Names of functions are part of keys, and keys are names of files and objects."""
+
+FUNCTION_LETTERS = 100
+"""Of a function's name, in the key of a target."""
+_UNSAFE = re.compile(r"[^A-Za-z0-9._+@=-]")
 
 Phase = Literal["train", "eval", "both"]
 EngineName = Literal["trace", "program", "auto"]
@@ -60,7 +63,7 @@ Argument = Annotated[TensorSpec | JsonValue, Field(union_mode="left_to_right")]
 class InputSpec(_Value):
     """What makes one compiled graph of a workload."""
 
-    function: Annotated[str, Field(pattern=FUNCTION)] = "forward"
+    function: str = "forward"
     """Which of the workload's separately compiled functions: "forward", "block_mask", …"""
     phase: Phase = "train"
     """train: forward and backward. eval: under ``torch.no_grad``. both: serves both, no gradient."""
@@ -115,8 +118,10 @@ class CompileTarget:
 
     @property
     def key(self) -> str:
-        """File-name-safe name, unique within a fingerprint."""
-        return f"{self.device.replace(':', '')}-{self.spec.function}-{self.spec.phase}-{self.spec.digest}"
+        """File-name-safe name, unique within a fingerprint: the digest tells functions apart, too."""
+        function = _UNSAFE.sub("_", self.spec.function[:FUNCTION_LETTERS])
+        device = self.device.replace(":", "")
+        return f"{device}-{function}-{self.spec.phase}-{self.spec.digest}"
 
     def __str__(self) -> str:
         return f"{self.spec} on {self.device}"

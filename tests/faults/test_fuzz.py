@@ -8,10 +8,10 @@ import pytest
 from fuzzing import fuzz
 from parsers import PARSERS
 
-from compilecache.artifact import FileEntry
+from compilecache.artifact import FileEntry, is_key
 from compilecache.documents import MOST_DEPTH, read_json, read_yaml
 from compilecache.errors import PlanError, UnsafePath
-from compilecache.shapes import ShapePlan
+from compilecache.shapes import InputSpec, ShapePlan
 
 INPUTS = {
     "record": 1200,
@@ -85,12 +85,14 @@ def test_documents_are_nested_so_deeply_and_no_deeper() -> None:
         read_json("[" * 100_000)
 
 
-def test_functions_of_a_plan_make_keys(tmp_path: Path) -> None:
-    """A key is the name of a folder in the store: '../..' is no function."""
-    path = tmp_path / "plan.yaml"
-    path.write_text("specs: [{function: ../../x}]")
-    with pytest.raises(PlanError, match=r"specs\.0\.function"):
-        ShapePlan.load(path)
+def test_functions_of_a_plan_make_keys() -> None:
+    """A key is the name of a folder in the store, whatever functions are called; each has its own."""
+    names = ("forward", "../../x", "<lambda>", "<lambdb>", "x" * 5000, "é", "")
+    specs = tuple(InputSpec(function=name) for name in names)
+    keys = [target.key for target in ShapePlan(specs=specs).targets(["cpu", "cuda:0"])]
+    assert all(map(is_key, keys))
+    assert len(set(keys)) == 2 * len(names)
+    assert keys[0].startswith("cpu-forward-train-")
 
 
 def test_no_record_names_what_is_ours() -> None:
