@@ -27,7 +27,8 @@ from compilecache.engines.trace import TraceEngine
 from compilecache.errors import CompileCacheError, CompileFailed
 from compilecache.evidence import Evidence
 from compilecache.files import make_private, replacing
-from compilecache.jobs import restore_plan, warm_plan
+from compilecache.jobs import warm_plan
+from compilecache.restoring import restore_plan
 from compilecache.shapes import CompileTarget
 from compilecache.store import ArtifactStore
 

@@ -27,7 +27,8 @@ from compilecache.cachedir import CacheDir, default_root
 from compilecache.contents import REMADE, TRANSIENT, libraries, travels
 from compilecache.ensure import ensure_warm
 from compilecache.errors import ChecksumMismatch, LockTimeout, UnsafePath, UntrustedArtifact
-from compilecache.jobs import publish_plan, restore_plan, warm_plan
+from compilecache.jobs import publish_plan, warm_plan
+from compilecache.restoring import restore_plan
 from compilecache.rootfolder import NETWORK, OWN, filesystem
 
 PACK = "0" * 64
