@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from moto.server import ThreadedMotoServer
 from places import Cold, Place, S3Server
 from processes import Template
@@ -14,6 +15,9 @@ from training import warm_and_train
 from workloads import plan
 
 from compilecache.shapes import ShapePlan
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")  # no test is about time
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from compilecache import ChecksumMismatch, PlanError, StoreUnavailable
-from compilecache.cli import DAMAGED, NOT_WARM
+from compilecache.cli import NOT_WARM
 from compilecache.cli import options as common
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def pull(
     """Restore PLAN, every digest checked, and compile nothing.
 
     The store is asked before torch is imported, and waited for. Leaves with 3 and says "partly" or "cold"
-    when something is missing, 4 when that is damaged; the trainer then compiles it.
+    when something is missing, whatever the reason; the trainer then compiles it.
     """
     from compilecache.baked import open_baked
     from compilecache.shapes import ShapePlan
@@ -118,7 +118,7 @@ def pull(
     line = json.dumps({"state": _state(done), **done.as_json()})
     click.echo(line)
     if done.missing:
-        raise SystemExit(DAMAGED if done.damaged else NOT_WARM)
+        raise SystemExit(NOT_WARM)
     if ready is not None:
         common.write_file(ready, line.encode() + b"\n")
 
