@@ -46,10 +46,10 @@ $(S3RVER): tests/s3rver/package.json tests/s3rver/package-lock.json
 	else echo 'no npm here: tests with s3rver are skipped (apt-get install nodejs npm)'; fi
 
 test: $(READY) $(S3RVER)  ## The whole suite; GPU tests are skipped without a GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 compat: $(COMPAT_READY) $(S3RVER)  ## The suite with another torch, on CPU: make compat COMPAT_TORCH=2.11.0
-	CUDA_VISIBLE_DEVICES= $(COMPAT)/bin/python -m pytest -p no:cacheprovider
+	CUDA_VISIBLE_DEVICES= $(COMPAT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider
 
 lint: $(LINT_READY)  ## Python, and the files of deploy/; needs no network once it is set up
 	$(BIN)/ruff check .

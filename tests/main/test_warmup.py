@@ -55,13 +55,3 @@ def test_pull_waits_for_a_store_and_then_says_that_it_is_down(
     assert ended.code == 1
     assert "a-file" in ended.err
     assert "Traceback" not in ended.err
-
-
-def test_run_warms_publishes_and_proves(fresh: Template, warmed: Place) -> None:
-    """On a root and a store that have everything, nothing is compiled and all is proven."""
-    ended = fresh.warmup("run", *warmed.words)
-    assert ended.code == 0, ended.err
-    told = line(ended.out)
-    assert told["state"] == "warm"
-    assert told["compiled"] == 0
-    assert told["not_proven"] == []
