@@ -47,7 +47,10 @@ def _number(field: bytes) -> int:
     """Octal digits; or, for sizes from 8 GiB on, bytes after a mark (GNU tar)."""
     if field[0] == 0o200:
         return int.from_bytes(field[1:])
-    return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    digits = field.partition(b"\0")[0].strip() or b"0"
+    if not digits.isdigit():
+        raise ValueError(digits)  # int() would take a sign, too, and underscores
+    return int(digits, 8)
 
 
 class Tar:
@@ -87,7 +90,7 @@ class Tar:
 
     def take(self, count: int) -> Iterator[memoryview]:
         """The next ``count`` bytes, in pieces. Raises DamageError at the end of the stream."""
-        while count:
+        while count > 0:
             if not self._rest:
                 self._rest = memoryview(self._block())
                 if not self._rest:

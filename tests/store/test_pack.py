@@ -127,6 +127,19 @@ def test_fuzzed_archives_raise_only_our_errors(content: bytes) -> None:
         unpacked(zstd.compress(content), {"f": entry})
 
 
+@pytest.mark.parametrize("digits", [b"-0000000001", b"+0000000003", b"00_00000003", b"0o000000003"])
+def test_a_size_that_is_no_octal_number_is_damage(digits: bytes) -> None:
+    """int() takes signs, underscores and prefixes; of minus one byte nobody would ever see the end."""
+    member = tarfile.TarInfo("f")
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = digits + b"\0"
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    entry = FileEntry("f", 3, "0" * 32, "0" * 64)
+    with pytest.raises(ChecksumMismatch, match="tar header is damaged"):
+        unpacked(zstd.compress(bytes(header) + bytes(1024)), {"f": entry})
+
+
 def archive(*members: tuple[tarfile.TarInfo, bytes], format: int = tarfile.GNU_FORMAT) -> bytes:
     """A compressed tar of hand-made members."""
     buffer = io.BytesIO()

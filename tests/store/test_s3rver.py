@@ -8,20 +8,25 @@ import pytest
 from conftest import Place
 from pods import MARK, Pod, targets, together
 from store_samples import FINGERPRINT, sample
-from test_store import TestStoreContract
+from test_store import TestStoreContract as StoreContract
 
 from compilecache.claims import Claims
 from compilecache.doctor.store import check_store
 from compilecache.storage import open_storage
-
-__all__ = ["TestStoreContract"]
-"""Collected here once more, for the store of this module."""
 
 
 @pytest.fixture
 def place(s3rver_place: Place) -> Place:
     """Every store of this module lies on s3rver."""
     return s3rver_place
+
+
+class TestOfS3rver(StoreContract):
+    """The contract once more."""
+
+    def shown(self, folders: list[str]) -> list[str]:
+        """It shows no folder that holds nothing but folders: ``ls`` sees nothing, restores do."""
+        return []
 
 
 def test_the_probe_of_claims_finds_it(place: Place) -> None:

@@ -218,14 +218,24 @@ class TestStoreContract:
         self, place: Place, store: ArtifactStore, tmp_path: Path
     ) -> None:
         """s3fs#851: no client remembers a listing; not of nothing, nor of what there was."""
-        assert store.fingerprints() == []
         assert store.entries(FINGERPRINT) == ()
         for seed in range(2):
             place.open().publish(*sample(tmp_path, seed, key=f"adopted-{seed}"))
             assert [entry.key for entry in store.entries(FINGERPRINT)] == [
                 f"adopted-{n}" for n in range(seed + 1)
             ]
-        assert store.fingerprints() == [FINGERPRINT]
+
+    def test_fingerprints_that_others_publish_are_seen(
+        self, place: Place, store: ArtifactStore, tmp_path: Path
+    ) -> None:
+        """The same of folders."""
+        assert store.fingerprints() == []
+        place.open().publish(*sample(tmp_path, 0))
+        assert store.fingerprints() == self.shown([FINGERPRINT])
+
+    def shown(self, folders: list[str]) -> list[str]:
+        """Of these folders, those that the kind of store lists."""
+        return folders
 
     def test_ls_tells_sizes(self, store: ArtifactStore, tmp_path: Path) -> None:
         """An entry says generation, time, files and bytes."""
