@@ -1,10 +1,11 @@
-"""``warmup``: ``run`` in CI or on a GPU host, ``pull`` in an init container, ``serve`` for a fleet to ask."""
+"""``warmup``: ``run`` on one host, ``fleet`` on a cluster, ``pull`` in an init container, ``serve`` to be asked."""
 
 from __future__ import annotations
 
 import click
 
 from compilecache.cli import run_group
+from warmup.fleet import fleet
 from warmup.pull import pull
 from warmup.run import run
 from warmup.serve import serve
@@ -20,6 +21,7 @@ def group() -> None:
 
 group.add_command(run)
 group.add_command(pull)
+group.add_command(fleet)
 group.add_command(serve)
 
 

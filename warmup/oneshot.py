@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from compilecache import CompileCacheError
 from compilecache.progress import Progress
 from compilecache.report import Report, Status, TargetReport
+from compilecache.shapes import ShapePlan
 from warmup.service.database import Database
 from warmup.service.jobs import ENDED, Event, JobDetail, Target
 from warmup.service.queue import Queue, Request, Work
@@ -22,6 +23,7 @@ from warmup.service.runner import WORKER, Runner, last_words
 from warmup.service.settings import Settings
 
 LOOK_SECONDS = 0.1
+FOREVER = 10 * 365 * 86400.0
 
 
 class JobFailed(CompileCacheError):
@@ -100,6 +102,24 @@ def carry_out(
             step = "See what its worker printed, above" if name in step else step
             raise JobFailed(detail.error, report, next_step=step)
         return report
+
+
+def find_unproven(
+    plan: ShapePlan, places: Sequence[str], report: Report, seconds: float = FOREVER
+) -> dict[str, str]:
+    """Key of every target of the report's root that a fresh process would not find warm → what it did there."""
+    from compilecache.proof import prove
+
+    done = {row.key: row for row in report.targets if row.status != "failed"}
+    if not done or seconds < 1:
+        return dict.fromkeys(done, "there was no time left to prove it")
+    try:
+        limit = None if seconds > FOREVER / 2 else seconds
+        proof = prove(plan, places, Path(report.root), timeout=limit)
+    except CompileCacheError as error:
+        return dict.fromkeys(done, str(error))
+    rows = {row.target.key: row for row in proof.rows}
+    return {key: rows[key].seen for key in done if key in rows and not rows[key].warm}
 
 
 def _nobody(events: Sequence[Event]) -> None:

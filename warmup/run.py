@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from compilecache.shapes import ShapePlan
     from warmup.service.settings import Settings
 
-FOREVER = 10 * 365 * 86400.0
 file_option = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -102,8 +101,10 @@ def run(
     for extra in common.open_extras(extra_roots, cache):
         extra.use()  # for the fresh process of the proof
     common.open_store(store, trust_keys, sign_key)
-    deadline = time.monotonic() + (timeout or FOREVER)
+    from warmup.oneshot import FOREVER, find_unproven
     from warmup.service.settings import Settings
+
+    deadline = time.monotonic() + (timeout or FOREVER)
 
     settings = Settings(
         root=cache.root,
@@ -120,7 +121,7 @@ def run(
     places = tuple(common.choose_devices(devices))
     signal.signal(signal.SIGTERM, _interrupt)
     report, problem = _warm(plan, places, settings)
-    unproven = _unproven(plan, places, cache.root, report, deadline)
+    unproven = find_unproven(plan, places, report, deadline - time.monotonic())
     good = report.warm and problem is None and not unproven
     line = _line(report, unproven, good=good)
     if bake is not None and good:
@@ -159,24 +160,6 @@ def _warm(
             return carry_out(Request(plan, places), settings, common.show_progress(stack)), None
         except JobFailed as error:
             return error.report, error
-
-
-def _unproven(
-    plan: ShapePlan, places: tuple[str, ...], root: Path, report: Report, deadline: float
-) -> dict[str, str]:
-    """Key of every target that a fresh process would not find warm → what it did there."""
-    from compilecache.proof import prove
-
-    done = {row.key: row for row in report.targets if row.status != "failed"}
-    left = deadline - time.monotonic()
-    if not done or left < 1:
-        return dict.fromkeys(done, "there was no time left to prove it")
-    try:
-        proof = prove(plan, places, root, timeout=None if left > FOREVER / 2 else left)
-    except CompileCacheError as error:
-        return dict.fromkeys(done, str(error))
-    rows = {row.target.key: row for row in proof.rows}
-    return {key: rows[key].seen for key in done if key in rows and not rows[key].warm}
 
 
 def _line(report: Report, unproven: dict[str, str], *, good: bool) -> dict[str, object]:
