@@ -10,14 +10,17 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from compilecache.cachedir import CacheDir
 from compilecache.errors import CompileCacheError, PlanError
-from compilecache.jobs import Publication, publish_plan
 from compilecache.ownership import refuse_foreign
 from compilecache.progress import Teller
 from compilecache.shapes import ShapePlan
 from compilecache.store import ArtifactStore
+
+if TYPE_CHECKING:
+    from compilecache.jobs import Publication
 
 BAKED = "COMPILECACHE_BAKED"
 READ_ONLY_FILE, READ_ONLY_FOLDER = 0o444, 0o555
@@ -59,6 +62,10 @@ def bake(
     Only ever adds: a folder baked before, for this fingerprint or another, gets what it lacks. Raises
     CompileCacheError when the folder cannot be written.
     """
+    from compilecache.jobs import (
+        publish_plan,
+    )  # imports torch, which looking into an image must not
+
     try:
         with _written(folder):
             store = ArtifactStore.open(folder.absolute(), sign_key=sign_key)

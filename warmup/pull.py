@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PAUSE_SECONDS = 2.0
+WHOLE = re.compile("[0-9a-f]{32}")
+"""A fingerprint that is not shortened."""
 
 
 @click.command(epilog="Example: warmup pull plan.yaml --store s3://bucket/cache --ready /ready")
@@ -142,26 +145,40 @@ def _mark(stores: Sequence[ArtifactStore | None], wanted: str | None) -> Fingerp
     """
     from compilecache.fingerprint import Fingerprint
 
-    found = {
-        digest: store for store in stores if store is not None for digest in store.fingerprints()
-    }
+    there = [store for store in stores if store is not None]
     if wanted is None:
+        for store in there:
+            store.fingerprints()
         return None
-    chosen = [digest for digest in found if digest.startswith(wanted.lower())]
-    if len(chosen) != 1:
+    found = _texts(there, wanted.lower())
+    if len(found) != 1:
         raise PlanError(
-            f"{len(chosen) or 'no'} published fingerprints begin with '{wanted}'",
+            f"{len(found) or 'no'} published fingerprints begin with '{wanted}'",
             next_step="List them with 'compilecache ls', or leave --fingerprint out",
             field="fingerprint",
         )
-    mark = Fingerprint.parse(found[chosen[0]].get_fingerprint(chosen[0]) or "")
-    if mark.digest != chosen[0]:
+    ((digest, text),) = found.items()
+    mark = Fingerprint.parse(text)
+    if mark.digest != digest:
         raise ChecksumMismatch(
-            f"the store's text of fingerprint {chosen[0][:12]} is of another one",
+            f"the store's text of fingerprint {digest[:12]} is of another one",
             next_step="Run 'compilecache fsck', or leave --fingerprint out",
-            faults=(f"fingerprint {chosen[0]}",),
+            faults=(f"fingerprint {digest}",),
         )
     return mark
+
+
+def _texts(stores: Sequence[ArtifactStore], wanted: str) -> dict[str, str]:
+    """Digest that begins so → its text; without a listing where all of it is given."""
+    whole = WHOLE.fullmatch(wanted) is not None
+    found: dict[str, str] = {}
+    for store in stores:
+        for digest in [wanted] if whole else store.fingerprints():
+            if digest.startswith(wanted) and digest not in found:
+                text = store.get_fingerprint(digest)
+                if text is not None or not whole:
+                    found[digest] = text or ""
+    return found
 
 
 def _state(done: Restoration) -> str:

@@ -27,14 +27,14 @@ ONLY_IN = {
 """Libraries that one side of the package keeps to itself."""
 
 WITHOUT_TORCH = (
-    "compilecache compilecache.artifact compilecache.buckets compilecache.cachedir compilecache.claims "
+    "compilecache compilecache.artifact compilecache.baked compilecache.buckets compilecache.cachedir compilecache.claims "
     "compilecache.cli "
     "compilecache.errors compilecache.evidence compilecache.exchange compilecache.fingerprint "
     "compilecache.pack compilecache.picture.page compilecache.progress compilecache.proof compilecache.ranks "
     "compilecache.report compilecache.shapes compilecache.sharing compilecache.signing "
     "compilecache.sources compilecache.store "
     "compilecache.watch compilecache.workload "
-    "warmup.cli warmup.client warmup.service.worker warmup.service.server"
+    "warmup.cli warmup.client warmup.hosts warmup.muster warmup.oneshot warmup.service.worker warmup.service.server"
 ).split()
 
 
