@@ -63,6 +63,8 @@ bench: $(READY)  ## CPU benchmarks; results go to benchmarks/results/
 	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/fleet.py
+	$(BIN)/python benchmarks/fleet_ray.py
+	$(BIN)/python benchmarks/pull.py
 	$(BIN)/python benchmarks/service.py
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/fuzz.py

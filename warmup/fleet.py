@@ -23,7 +23,7 @@ from compilecache.cli import options as common
     "address",
     required=True,
     metavar="ADDRESS",
-    help="The cluster: HOST:6379 or auto on one of its hosts, ray://HOST:10001 from elsewhere.",
+    help="The cluster: HOST:6379, or auto. Run it on one of its hosts.",
 )
 @common.with_options(
     common.device_option,

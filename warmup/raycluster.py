@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ UNTOUCHED_DEVICES = {
 }
 """Has Ray leave the list of visible GPUs alone: older ones empty it for who asks for none (ray#54868)."""
 ID_LETTERS = 6
+KNOCK_SECONDS = 10.0
+_ADDRESS = "Name HOST:6379, or auto, on a host of the cluster; Python and Ray have to be the cluster's versions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ def _connect(address: str, working_dir: Path | None) -> ModuleType:
             next_step="Install it: pip install 'compilecache[fleet]'",
             field="ray",
         ) from error
+    _knock(address)
     environment: dict[str, object] = {"env_vars": UNTOUCHED_DEVICES}
     if working_dir is not None:
         environment["working_dir"] = str(working_dir.absolute())
@@ -141,8 +145,7 @@ def _connect(address: str, working_dir: Path | None) -> ModuleType:
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         raise CompileCacheError(
             f"no Ray cluster answers at '{address}': {_last_line(error)}",
-            next_step="Name HOST:6379 on a host of the cluster, ray://HOST:10001 elsewhere, or auto; "
-            "Python and Ray have to be the cluster's versions",
+            next_step=_ADDRESS,
         ) from error
     except ValueError as error:
         raise PlanError(
@@ -152,6 +155,19 @@ def _connect(address: str, working_dir: Path | None) -> ModuleType:
         ) from error
     module: ModuleType = ray
     return module
+
+
+def _knock(address: str) -> None:
+    """Refuses at once an address where nothing listens; Ray itself would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), KNOCK_SECONDS).close()
+    except OSError as error:
+        raise CompileCacheError(
+            f"no Ray cluster answers at '{address}': {error}", next_step=_ADDRESS
+        ) from error
 
 
 class _Found(TypedDict):

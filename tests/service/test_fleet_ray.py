@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -296,6 +297,18 @@ def without_ray(plan_file: str, store: str) -> str:
     except PlanError as error:
         return error.next_step
     return "no error"
+
+
+@needs_ray
+def test_an_address_where_nothing_listens_is_refused_at_once(fresh: Template, place: Place) -> None:
+    """Ray itself would go on trying for minutes."""
+    place.write(PLAN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    ended = fresh.warmup("fleet", place.plan_file, "--ray", address, "--store", place.store)
+    assert ended.code == 1
+    assert f"no Ray cluster answers at '{address}'" in ended.err
 
 
 def test_a_thread_count_of_the_engine_is_forgotten() -> None:
