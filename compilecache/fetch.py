@@ -12,6 +12,7 @@ from compilecache.errors import ChecksumMismatch, CompileCacheError
 from compilecache.pack import broken_packs, unpack
 from compilecache.store import ArtifactStore
 from compilecache.transfer import Transfer
+from compilecache.turns import short_turns
 
 SPARE_BYTES = 4 << 30
 """A pack may hold so many bytes of files that are not wanted before it is refused."""
@@ -47,7 +48,7 @@ def fetch_packs(
         return None
 
     largest_first = sorted(packs, key=lambda pack: _bytes({pack: packs[pack]}), reverse=True)
-    with ThreadPoolExecutor(workers or store.workers) as pool:
+    with short_turns(), ThreadPoolExecutor(workers or store.workers) as pool:
         errors = [error for error in pool.map(fetch, largest_first) if error is not None]
     for error in errors:
         if not isinstance(error, ChecksumMismatch):

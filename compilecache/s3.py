@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -81,7 +82,8 @@ class S3Storage:
     """A prefix in a bucket. Retries are the caller's: every call here is tried once."""
 
     block_bytes = 256 << 10
-    workers = 8
+    # Streams of one server overlap; beyond twice the cores they only wait for each other.
+    workers = min(8, 2 * (os.cpu_count() or 1))
 
     def __init__(
         self, bucket: str, prefix: str, *, patience: float, options: Mapping[str, Option] | None

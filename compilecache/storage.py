@@ -114,8 +114,8 @@ class LocalStorage:
     """A directory. Creation is by link of a finished file: exactly one of many creators succeeds."""
 
     block_bytes = 256 << 10
-    # More than cores: creating files waits for the file system's journal.
-    workers = min(16, 3 * (os.cpu_count() or 1))
+    # As many as cores: more of them wait for each other and for the file system's journal.
+    workers = min(8, os.cpu_count() or 1)
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-TURN = 2e-4
-"""Seconds that a thread may keep the interpreter to itself meanwhile: 5 ms is Python's own, and what
-opens, writes and closes many small files would wait that long after each."""
-
-_lock = threading.Lock()
-_running = 0
-_usual = 0.0
+from compilecache.turns import short_turns
 
 
 class Beside:
@@ -22,7 +15,8 @@ class Beside:
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
-        _begin()
+        self._turns = short_turns()
+        self._turns.__enter__()
         self._thread = threading.Thread(target=self._run, name="compilecache imports", daemon=True)
         self._thread.start()
 
@@ -34,25 +28,7 @@ class Beside:
         try:
             self._function()
         finally:
-            _end()
-
-
-def _begin() -> None:
-    """Short turns from now on; the usual ones come back when the last such thread has ended."""
-    global _running, _usual
-    with _lock:
-        if not _running:
-            _usual = sys.getswitchinterval()
-            sys.setswitchinterval(min(TURN, _usual))
-        _running += 1
-
-
-def _end() -> None:
-    global _running
-    with _lock:
-        _running -= 1
-        if not _running:
-            sys.setswitchinterval(_usual)
+            self._turns.__exit__(None, None, None)
 
 
 @contextmanager

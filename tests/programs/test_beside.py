@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from compilecache.engines.beside import TURN, Beside, without_collecting
+from compilecache.engines.beside import Beside, without_collecting
+from compilecache.turns import TURN
 
 
 def test_turns_are_short_until_the_last_has_ended() -> None:
