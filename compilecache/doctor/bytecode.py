@@ -14,8 +14,8 @@ from compilecache.doctor.finding import Finding
 MODULES = ("__init__.py", "_dynamo/__init__.py", "_inductor/codecache.py")
 """Of torch; a start imports some two thousand."""
 WHY = (
-    "Every process then compiles torch's Python sources before its first step: twelve seconds, where a "
-    "restored start takes six."
+    "Every process then compiles torch's Python sources before its first step: twelve seconds, seen on a "
+    "host with H200s."
 )
 
 
