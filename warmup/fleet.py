@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import uuid
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from compilecache import CompileCacheError, PlanError
 from compilecache.cli import DONE, NOT_WARM
 from compilecache.cli import options as common
+from warmup.options import deadline_options, heed_sigterm
 
 
 @click.command(epilog="Example: warmup fleet plan.yaml --ray auto --store s3://bucket/cache")
@@ -46,20 +45,7 @@ from compilecache.cli import options as common
     help="Folder that Ray copies to the hosts, where the plan's workload is imported from.  [default: "
     "it is installed there]",
 )
-@click.option(
-    "--target-timeout",
-    type=click.FloatRange(min=1),
-    default=1800.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="End the process of a target that takes longer, and go on with the next.",
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    metavar="SECONDS",
-    help="End all of it after this long; what is finished is kept.  [default: never]",
-)
+@common.with_options(*deadline_options)
 def fleet(
     plan_file: Path,
     *,
@@ -101,7 +87,7 @@ def fleet(
         ),
         probe=f"fleet-{uuid.uuid4().hex}",
     )
-    signal.signal(signal.SIGTERM, _interrupt)
+    heed_sigterm()
     with connected(address, working_dir) as cluster:
         report = Muster(cluster, order, common.tell).carry_out(hosts)
     click.echo(json.dumps(report.as_json()))
@@ -131,8 +117,3 @@ def shared_store(store: str | None) -> str | None:
     if address is None or "://" in address:
         return address
     return str(Path(address).expanduser().absolute())
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """A scheduler ends jobs by SIGTERM: as after Ctrl-C, the hosts' jobs end with this process."""
-    raise KeyboardInterrupt

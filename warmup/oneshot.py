@@ -77,8 +77,8 @@ def carry_out(
 ) -> Report:
     """Warms the plan in workers that are ended at their deadlines; every target has a row.
 
-    Raises JobFailed, which has the report, for what is more than its targets say. What has ended is in
-    the root and in the store, also when this is interrupted: the next run goes on there.
+    Raises JobFailed, which has the report, for what is more than its targets say, and for Ctrl-C. What has
+    ended is in the root and in the store: the next run goes on there.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="warmup-") as name:
@@ -88,13 +88,20 @@ def carry_out(
         progress.begin(job.targets)
         runner = Runner(queue, settings, command=command)
         runner.start()
+        interrupted = False
         try:
             while runner.alive and queue.job(job.id).state not in ENDED:
                 time.sleep(LOOK_SECONDS)
+        except KeyboardInterrupt:
+            interrupted = True
+            progress.trouble("ending: the target in hand gets its time of grace")
         finally:
             runner.stop()
         detail = queue.detail(job.id)
         report = _report(request, settings, detail, queue.rows, time.monotonic() - began)
+        if interrupted:
+            step = "Run the same command again: it goes on there"
+            raise JobFailed("it was interrupted; what is finished is kept", report, next_step=step)
         if detail.error or detail.state != "done":
             _relay(Path(name) / "logs" / f"{job.id}.log", progress)
         if detail.error:

@@ -74,8 +74,8 @@ def pull(
 ) -> None:
     """Restore PLAN, every digest checked, and compile nothing.
 
-    The store is asked before torch is imported, and waited for. Leaves with 3 and says "partly" or "cold"
-    when something is missing, whatever the reason; the trainer then compiles it.
+    The store is asked, and waited for, only for what the root and the image lack. Leaves with 3 and says
+    "partly" or "cold" when something is missing, whatever the reason; the trainer then compiles it.
     """
     from compilecache.baked import open_baked
     from compilecache.shapes import ShapePlan
@@ -96,7 +96,10 @@ def pull(
         # Anew each time: a store that has cost its budget of failures is not asked again.
         return common.open_store(store, trust_keys)
 
-    mark = _waiting(deadline, lambda: _mark([image, opened()], fingerprint))
+    mark = None
+    if fingerprint is not None:
+        wanted = fingerprint.lower()
+        mark = _waiting(deadline, lambda: _mark([image, opened()], wanted))
     places = common.choose_devices(devices) if mark is None else common.names_of(devices or "")
     from compilecache.restoring import restore_plan
 
@@ -138,19 +141,11 @@ def _waiting(deadline: float, act: Callable[[], T]) -> T:
             time.sleep(PAUSE_SECONDS)
 
 
-def _mark(stores: Sequence[ArtifactStore | None], wanted: str | None) -> Fingerprint | None:
-    """The published fingerprint that begins so; None for this machine's own, once a store answers.
-
-    Raises PlanError when there is none, or more than one.
-    """
+def _mark(stores: Sequence[ArtifactStore | None], wanted: str) -> Fingerprint:
+    """The published fingerprint that begins so. Raises PlanError when there is none, or more than one."""
     from compilecache.fingerprint import Fingerprint
 
-    there = [store for store in stores if store is not None]
-    if wanted is None:
-        for store in there:
-            store.fingerprints()
-        return None
-    found = _texts(there, wanted.lower())
+    found = _texts([store for store in stores if store is not None], wanted)
     if len(found) != 1:
         raise PlanError(
             f"{len(found) or 'no'} published fingerprints begin with '{wanted}'",

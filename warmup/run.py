@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -16,8 +14,10 @@ import click
 from compilecache import CompileCacheError
 from compilecache.cli import DONE, NOT_WARM
 from compilecache.cli import options as common
+from warmup.options import deadline_options, heed_sigterm
 
 if TYPE_CHECKING:
+    from compilecache.cachedir import CacheDir
     from compilecache.report import Report
     from compilecache.shapes import ShapePlan
     from warmup.service.settings import Settings
@@ -44,20 +44,7 @@ file_option = click.Path(path_type=Path, dir_okay=False)
     help="Take the I-th of N parts of the plan, from 1. auto, or auto/N: as JOB_COMPLETION_INDEX, "
     "SLURM_ARRAY_TASK_ID or RANK say.  [default: all]",
 )
-@click.option(
-    "--target-timeout",
-    type=click.FloatRange(min=1),
-    default=1800.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="End the process of a target that takes longer, and go on with the next.",
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    metavar="SECONDS",
-    help="End all of it after this long; what is finished is kept.  [default: never]",
-)
+@common.with_options(*deadline_options)
 @click.option("--junit", type=file_option, metavar="FILE", help="Write JUnit XML, a test a target.")
 @click.option("--report", "report_file", type=file_option, metavar="FILE", help="Write the report.")
 @click.option(
@@ -105,7 +92,6 @@ def run(
     from warmup.service.settings import Settings
 
     deadline = time.monotonic() + (timeout or FOREVER)
-
     settings = Settings(
         root=cache.root,
         store=store,
@@ -119,21 +105,34 @@ def run(
         job_deadline=timeout or FOREVER,
     )
     places = tuple(common.choose_devices(devices))
-    signal.signal(signal.SIGTERM, _interrupt)
+    heed_sigterm()
     report, problem = _warm(plan, places, settings)
-    unproven = find_unproven(plan, places, report, deadline - time.monotonic())
+    # A job that was ended has no time for a proof.
+    unproven = (
+        find_unproven(plan, places, report, deadline - time.monotonic()) if not problem else {}
+    )
     good = report.warm and problem is None and not unproven
-    line = _line(report, unproven, good=good)
-    if bake is not None and good:
-        from compilecache.baked import bake as lay
-
-        laid = lay(plan, places, cache, bake, common.tell, sign_key=sign_key)
-        line["baked"] = len(laid.published) + laid.known
     _write(junit, report_file, report, unproven)
-    click.echo(json.dumps(line | ({"shard": shard} if shard else {})))
+    line = _line(report, unproven, good=good) | ({"shard": shard} if shard else {})
+    if bake is not None and good:
+        try:
+            line["baked"] = _lay(plan, places, cache, bake, sign_key)
+        except CompileCacheError as error:  # the line and the files are told all the same
+            problem = error
+    click.echo(json.dumps(line))
     if problem is not None:
         raise problem
     raise SystemExit(DONE if good else NOT_WARM)
+
+
+def _lay(
+    plan: ShapePlan, places: tuple[str, ...], cache: CacheDir, folder: Path, sign_key: Path | None
+) -> int:
+    """How many targets the baked cache has."""
+    from compilecache.baked import bake
+
+    laid = bake(plan, places, cache, folder, common.tell, sign_key=sign_key)
+    return len(laid.published) + laid.known
 
 
 def _share(plan: ShapePlan, shard: str | None) -> ShapePlan | None:
@@ -141,11 +140,6 @@ def _share(plan: ShapePlan, shard: str | None) -> ShapePlan | None:
     from warmup.shards import parse_shard
 
     return plan if shard is None else parse_shard(shard, os.environ).share(plan)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """A scheduler ends jobs by SIGTERM: the target in hand gets its time of grace, as after Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 def _warm(

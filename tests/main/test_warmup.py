@@ -48,6 +48,15 @@ def test_pull_from_an_empty_store_is_cold(fresh: Template, warmed: Place, tmp_pa
     assert not ready.exists()
 
 
+def test_pull_needs_no_store_for_what_is_there(fresh: Template, warmed: Place) -> None:
+    """A store that is down keeps no pod from starting whose root, or image, has everything."""
+    (warmed.folder / "a-file").write_text("no store")
+    words = ("--store", str(warmed.folder / "a-file"), "--root", str(warmed.root), "--wait", "1")
+    ended = fresh.warmup("pull", str(warmed.plan_file), "--device", "cpu", *words)
+    assert ended.code == 0, ended.err
+    assert line(ended.out)["state"] == "warm"
+
+
 def test_pull_waits_for_a_store_and_then_says_that_it_is_down(
     fresh: Template, warmed: Place
 ) -> None:

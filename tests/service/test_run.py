@@ -113,6 +113,20 @@ def test_it_reports_as_ci_wants_it_and_bakes_what_is_proven(
     assert fresh.command("report", report).code == 0
 
 
+def test_a_cache_that_cannot_be_baked_loses_no_report(
+    fresh: Template, warmed: Place, tmp_path: Path
+) -> None:
+    """The line and the files say what is warm; the error says what is not laid."""
+    (tmp_path / "image").write_text("in the way")
+    junit = tmp_path / "junit.xml"
+    files = ("--junit", junit, "--bake", tmp_path / "image" / "cache")
+    ended = run(fresh, *warmed.words, *files).wait()
+    assert ended.code == 1
+    assert "cannot be written" in ended.err
+    assert ended.json["state"] == "warm"
+    assert junit.is_file()
+
+
 def test_shards_take_what_is_theirs(fresh: Template, warmed: Place) -> None:
     """The index of the scheduler; more shards than specs leave some with nothing to do."""
     env = {"JOB_COMPLETION_INDEX": "1"}
@@ -137,7 +151,9 @@ def test_ended_by_the_scheduler_it_goes_on_where_it_stopped(
         time.sleep(0.05)
     first.kill(signal.SIGTERM)
     ended = first.wait()
-    assert ended.code != 0
+    assert ended.code == 1
+    assert "interrupted" in ended.err
+    assert ended.json["state"] == "partly"
     again = run(fresh, *seeded.words).wait()
     assert again.code == 0, again.err
     told = again.json
