@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from compilecache.artifact import EXTRA, Record
-from compilecache.cachedir import CacheDir
+from compilecache.cachedir import LOCK_TIMEOUT, CacheDir
 from compilecache.changes import Change
-from compilecache.exchange import Exchange
+from compilecache.exchange import Exchange, Restored
 from compilecache.extras import ExtraRoot
 from compilecache.pinning import tagged_records
 from compilecache.progress import Teller
@@ -54,7 +54,7 @@ def restore_tag(
     tell: Teller,
     *,
     extras: tuple[ExtraRoot, ...] = (),
-    lock_timeout: float = 3600.0,
+    lock_timeout: float = LOCK_TIMEOUT,
 ) -> Returned:
     """Brings the files of a tag's records into the root, and of its extra roots into these.
 
@@ -65,22 +65,25 @@ def restore_tag(
     own = {key: record for key, record in records.items() if not key.startswith(EXTRA)}
     places = {extra.key: extra for extra in extras}
     asked = {key: record for key, record in records.items() if key in places}
-    done = [_bring(tag, cache, store, own, tell, lock_timeout)] if own else []
+    parts = [_bring(tag, cache, store, own, tell, lock_timeout)] if own else []
     for key, record in asked.items():
         places[key].cache.prepare()
-        done.append(_bring(tag, places[key].cache, store, {key: record}, tell, lock_timeout))
+        parts.append(_bring(tag, places[key].cache, store, {key: record}, tell, lock_timeout))
         places[key].settle(record)
+    done = Restored()
+    for part in parts:
+        done.add(part.done)
     return Returned(
         tag=tag.full_name,
         fingerprint=tag.fingerprint,
         targets=len(own) + len(asked),
-        local=sum(part.local for part in done),
-        restored=sum(part.restored for part in done),
-        files=sum(part.files for part in done),
-        bytes=sum(part.bytes for part in done),
-        seconds=sum(part.seconds for part in done),
-        missing=tuple(key for part in done for key in part.missing),
-        faults=tuple(fault for part in done for fault in part.faults),
+        local=sum(part.local for part in parts),
+        restored=len(done.keys),
+        files=done.files,
+        bytes=done.bytes,
+        seconds=done.seconds,
+        missing=tuple(key for part in parts for key in part.missing),
+        faults=tuple(map(str, done.faults)),
         left_out=tuple(
             key.removeprefix(EXTRA) for key in sorted(records.keys() - own.keys() - asked.keys())
         ),
@@ -89,13 +92,11 @@ def restore_tag(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
+    """What came into one root."""
+
     local: int
-    restored: int
-    files: int
-    bytes: int
-    seconds: float
+    done: Restored
     missing: tuple[str, ...]
-    faults: tuple[str, ...]
 
 
 def _bring(
@@ -106,7 +107,6 @@ def _bring(
     tell: Teller,
     lock_timeout: float,
 ) -> _Part:
-    """One root."""
     exchange = Exchange(cache, store, tag.mark, records, exactly=StoreView(records, faults=()))
     with cache.lock(
         f"restoring tag {tag.full_name}",
@@ -117,12 +117,4 @@ def _bring(
             tell(f"warning: {trouble}; moved aside")
         local = len(exchange.complete)
         done = exchange.restore()
-    return _Part(
-        local,
-        len(done.keys),
-        done.files,
-        done.bytes,
-        done.seconds,
-        tuple(sorted(exchange.missing)),
-        tuple(map(str, done.faults)),
-    )
+    return _Part(local, done, tuple(sorted(exchange.missing)))

@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import JsonValue
-
 from compilecache import CompileCacheError
 from compilecache.progress import Progress
 from compilecache.report import Report, Status, TargetReport
@@ -57,9 +55,6 @@ class Watched(Queue):
         """The same."""
         super().note_trouble(work, text)
         self._progress.trouble(text)
-
-    def note_explanation(self, work: Work, explanation: JsonValue) -> None:
-        """Nobody asks for one here."""
 
     def crashed(self, work: Work, problem: str, *, most: int) -> str | None:
         """A worker that was ended, or died, is trouble."""
