@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import HERE, Place
 from pods import LIBRARY, MARK, Clock, Pod, targets, together
 from sick_server import SickServer, sick_server
 from store_samples import FINGERPRINT, sample
+from stores import HERE, Place
 
 from compilecache.budget import Budget
 from compilecache.cachedir import CacheDir

@@ -13,8 +13,8 @@ from pathlib import Path
 import boto3
 import pytest
 from aged import YEAR, AgedStorage
-from conftest import Place, Publishers
 from store_samples import FINGERPRINT, sample
+from stores import Place, Publishers
 
 from compilecache.artifact import Record, check_files
 from compilecache.budget import Budget

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Place
 from pods import MARK, Pod, targets, together
 from store_samples import FINGERPRINT, sample
+from stores import Place
 from test_store import TestStoreContract as StoreContract
 
 from compilecache.claims import Claims

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import Place
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_samples import FINGERPRINT, harvest, plant, sample
+from stores import Place
 
 from compilecache.artifact import ADOPTED, Record
 from compilecache.budget import Budget

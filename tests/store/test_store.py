@@ -7,8 +7,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from conftest import Place
 from store_samples import FINGERPRINT, TARGET, harvest, packed, sample
+from stores import Place
 
 from compilecache.artifact import FileEntry, Record, check_files
 from compilecache.errors import ChecksumMismatch, StoreUnavailable, UnsafePath

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Place, Publishers
 from sick_server import SickServer, sick_server
 from store_samples import FINGERPRINT, sample
+from stores import Place, Publishers
 
 from compilecache.artifact import check_files
 from compilecache.budget import Budget

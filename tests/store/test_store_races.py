@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Place, Publishers
 from store_samples import FINGERPRINT, sample
+from stores import Place, Publishers
 
 from compilecache.artifact import Record
 from compilecache.pack import sha256_of

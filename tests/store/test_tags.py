@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from aged import AgedStorage
-from conftest import Place
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_samples import harvest, plant
+from stores import Place
 
 from compilecache.budget import Budget
 from compilecache.cachedir import CacheDir

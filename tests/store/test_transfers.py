@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Place
 from sick_server import SickServer, sick_server
 from store_samples import FINGERPRINT, harvest, packed, sample
+from stores import Place
 
 from compilecache.artifact import Record, check_files
 from compilecache.cachedir import CacheDir
