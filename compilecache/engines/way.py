@@ -133,16 +133,18 @@ class Way:
         """What the runs have settled is settled for whoever loads the program."""
         assert self.header is not None
         assert self.made is not None
-        if self.loaded is None or not self.loaded.kernels:
+        if self.loaded is None or not (self.loaded.kernels or self.loaded.built):
             return
         try:
-            self.data, untuned = aot_names.tuned(self.made, self.loaded, function)
+            tuned = aot_names.tuned(self.made, self.loaded, function)
         except Exception as error:  # of torch's own; the program is as good, only slower to load
             logger.warning("compilecache: a program keeps untuned kernels: %s", first_line(error))
             return
-        for kernel in untuned:
+        for kernel in tuned.untuned:
             logger.info("compilecache: a kernel is tuned wherever it is loaded: %s", kernel)
-        self.header = self.header.model_copy(update=dict(sealed(self.data)))
+        self.data = tuned.data
+        settled = {**sealed(self.data), "settled": dict(tuned.settled)}
+        self.header = self.header.model_copy(update=settled)
 
     def _moves(self, target: CompileTarget) -> bool:
         return self.header is not None and self.header.device != target.device
@@ -204,7 +206,9 @@ class Way:
         if self._moves(target):
             indices = torch.device(header.device).index, torch.device(target.device).index
         try:
-            self.loaded = loaded = aot_names.load(self.data, function, header.imports, indices)
+            self.loaded = loaded = aot_names.load(
+                self.data, function, header.imports, indices, header.settled
+            )
         except Exception as error:  # whatever torch raises for what it cannot take
             raise NoProgram(first_line(error)) from error
         if loaded.left:
