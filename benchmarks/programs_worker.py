@@ -2,7 +2,7 @@
 
 ``step``: a model that torch.compile compiled cold, and one of the same weights warmed by programs, on
 one device: training steps in turn, then AdamW on both. ``threads``: models warmed by programs train
-in a thread each, while another thread traces and compiles without pause.
+and are evaluated in a thread each, while another thread traces and compiles without pause.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from dflash_model.model import Drafter
 
 OPTIMIZER_STEPS = 50
 LEARNING_RATE = 1e-4
+STEPS_A_SAMPLE = 5
+"""Between two synchronizations, as in training: what one does on the CPU hides behind the one before."""
 TRACES_A_COMPILE = 20
 """How often torch.fx traces between two compilations."""
 
@@ -73,13 +75,9 @@ class Given:
         return warm
 
 
-def training_steps(plan: ShapePlan, *, masks: bool) -> ShapePlan:
-    """Only the forwards that train, and the block masks if asked for."""
-    specs = [
-        spec
-        for spec in plan.specs
-        if spec.phase == "train" or (masks and spec.function == "block_mask")
-    ]
+def training_steps(plan: ShapePlan) -> ShapePlan:
+    """Only the forwards that train."""
+    specs = [spec for spec in plan.specs if spec.phase == "train"]
     return plan.model_copy(update={"specs": tuple(specs)})
 
 
@@ -117,7 +115,7 @@ class Pair:
         return inputs
 
     def compare(self, spec: InputSpec) -> dict[str, float]:
-        """Median milliseconds of a step of both, and the median ratio of rounds ABBA."""
+        """Median milliseconds of a steady step of both, and the median ratio of rounds ABBA."""
         inputs = self.inputs(spec)
         for model in (self._program, self._cold) * 2:
             self._seconds(model, inputs)
@@ -141,10 +139,11 @@ class Pair:
     def _seconds(self, model: nn.Module, inputs: Inputs) -> float:
         synchronize({self._device: model})
         began = time.perf_counter()
-        torch.autograd.backward(model(**inputs))
-        model.zero_grad(set_to_none=True)
+        for _ in range(STEPS_A_SAMPLE):
+            torch.autograd.backward(model(**inputs))
+            model.zero_grad(set_to_none=True)
         synchronize({self._device: model})
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / STEPS_A_SAMPLE
 
     def losses(self) -> dict[str, list[float]]:
         """Of both under AdamW on the same rows, and of the cold one once more from the same weights."""
@@ -230,21 +229,34 @@ class Storm:
                 self.failed.append(words_of(error))
 
 
+def prepared(model: Drafter, row: Inputs) -> Inputs:
+    """A batch of the row, for the mode that the model is in."""
+    return {**model.prepare(row["input_ids"], row["hidden_states"], row["loss_mask"])}  # type: ignore[arg-type]
+
+
 def train(given: Given, model: nn.Module, device: str, done: list[int], errors: list[str]) -> None:
-    """One thread's share of the calls, each a whole step from prepared rows to gradients."""
+    """One thread's share of the calls: steps from rows to gradients, each then evaluated.
+
+    Of a step's calls of programs the forwards are counted, and the block mask of the evaluation.
+    """
     use(device)
     assert isinstance(model, Drafter)
-    model.train()
-    rows = [given.inputs(spec, model, device) for spec in given.plan.specs if spec.phase == "train"]
-    for number in range(-(-given.calls // len(given.devices))):
+    specs = given.plan.specs
+    masks = int(any(spec.function == "block_mask" for spec in specs))
+    rows = [given.inputs(spec, model, device) for spec in specs if spec.phase == "train"]
+    for number in range(-(-given.calls // (len(given.devices) * (2 + masks)))):
         row = rows[number % len(rows)]
         try:
-            batch = model.prepare(row["input_ids"], row["hidden_states"], row["loss_mask"])  # type: ignore[arg-type]
-            torch.autograd.backward(model(**batch))
+            model.train()
+            torch.autograd.backward(model(**prepared(model, row)))
+            done.append(1)
+            model.eval()
+            with torch.no_grad():
+                model(**prepared(model, row))
+            done.append(1 + masks)
         except Exception as error:  # the run would be over here; count on instead
             errors.append(words_of(error))
         model.zero_grad(set_to_none=True)
-        done.append(number)
     synchronize({device: model})
 
 
@@ -276,7 +288,7 @@ def threads(given: Given) -> dict[str, object]:
     return {
         "targets": [row.model_dump(mode="json") for row in warm.report.targets],
         "seconds": seconds,
-        "calls": len(done),
+        "calls": sum(done),
         "errors": len(errors),
         "kinds": Counter(errors).most_common(3),
         "entries": max(torch_names.entries_of(model) for model in models),
@@ -304,8 +316,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=0)
     options = parser.parse_args()
     devices = options.devices.split(",")
-    masks = options.how == "threads" and devices[0] != "cpu"
-    plan = training_steps(ShapePlan.load(options.plan), masks=masks)
+    plan = ShapePlan.load(options.plan)
+    if options.how == "step":
+        plan = training_steps(plan)
     given = Given(
         devices,
         plan,
