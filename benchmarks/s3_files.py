@@ -1,14 +1,16 @@
 """A directory as an S3 bucket, read only and as fast as the kernel sends files: ``python s3_files.py DIR``.
 
 Prints its port, then serves until it is killed. It knows what clients need to read: HEAD, GET with a
-range, and listings (version 2, in one page). Bodies go out by sendfile, so that of what a benchmark
-measures the server takes least. Signatures are not looked at.
+range, and listings (version 2, in pages, of what was there at the start). Bodies go out by sendfile, so
+that of what a benchmark measures the server takes least; and a page costs what is on it, as it does
+at S3, whatever else the bucket holds. Signatures are not looked at.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_left, bisect_right
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,9 +19,11 @@ from xml.sax.saxutils import escape
 
 BUCKET = "bench"
 LISTING = (
-    '<?xml version="1.0"?><ListBucketResult><Name>{bucket}</Name><IsTruncated>false</IsTruncated>'
-    "{items}</ListBucketResult>"
+    '<?xml version="1.0"?><ListBucketResult><Name>{bucket}</Name><IsTruncated>{more}</IsTruncated>'
+    "{token}{items}</ListBucketResult>"
 )
+TOKEN = "<NextContinuationToken>{key}</NextContinuationToken>"
+PAGE = 1000
 ITEM = "<Contents><Key>{key}</Key><Size>{size}</Size><LastModified>{time}</LastModified></Contents>"
 NO_KEY = b'<?xml version="1.0"?><Error><Code>NoSuchKey</Code><Message>absent</Message></Error>'
 
@@ -33,6 +37,8 @@ class Bucket(ThreadingHTTPServer):
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root = root
+        files = (path for path in root.rglob("*") if path.is_file())
+        self.keys = sorted(path.relative_to(root).as_posix() for path in files)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -46,7 +52,9 @@ class _Handler(BaseHTTPRequestHandler):
         bucket, _, key = unquote(address.path).lstrip("/").partition("/")
         assert bucket == BUCKET
         if not key:
-            self._list(parse_qs(address.query).get("prefix", [""])[0])
+            query = {name: values[0] for name, values in parse_qs(address.query).items()}
+            most = min(PAGE, int(query.get("max-keys", PAGE)))
+            self._list(query.get("prefix", ""), query.get("continuation-token", ""), most)
             return
         try:
             descriptor = os.open(self.server.root / key, os.O_RDONLY)
@@ -81,16 +89,23 @@ class _Handler(BaseHTTPRequestHandler):
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         return int(first), min(int(last or size) + 1, size)
 
-    def _list(self, prefix: str) -> None:
-        root = self.server.root
-        folder = root / prefix.rpartition("/")[0]
-        found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    def _list(self, prefix: str, after: str, most: int) -> None:
+        keys = self.server.keys
+        first = bisect_right(keys, after) if after else bisect_left(keys, prefix)
+        last = min(bisect_left(keys, prefix + chr(0x10FFFF)), first + most)
+        found = keys[first:last]
         items = [
             ITEM.format(key=escape(key), size=path.stat().st_size, time="2026-01-01T00:00:00.000Z")
-            for path in found
-            if (key := path.relative_to(root).as_posix()).startswith(prefix)
+            for key in found
+            if (path := self.server.root / key)
         ]
-        body = LISTING.format(bucket=BUCKET, items="".join(items)).encode()
+        more = bool(found) and last < len(keys) and keys[last].startswith(prefix)
+        body = LISTING.format(
+            bucket=BUCKET,
+            items="".join(items),
+            more=str(more).lower(),
+            token=TOKEN.format(key=escape(found[-1])) if more else "",
+        ).encode()
         self._head(200, len(body))
         self.wfile.write(body)
 

@@ -6,7 +6,6 @@ below it (lock, holder, staging, records, quarantine).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import json
@@ -15,8 +14,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,7 +127,7 @@ class CacheDir(RootFolder):
             "since": time.time(),
             "doing": doing,
         }
-        with contextlib.suppress(OSError), replacing(self._own / "holder.json") as file:
+        with suppress(OSError), replacing(self._own / "holder.json") as file:
             file.write(json.dumps(holder).encode())
 
     def holder(self) -> Holder | str:
@@ -163,7 +162,7 @@ class CacheDir(RootFolder):
         folders = [""]
         while folders:  # twice for every target that is primed: os.walk takes three times as long
             prefix = folders.pop()
-            with contextlib.suppress(OSError), os.scandir(f"{self.root}/{prefix}") as entries:
+            with suppress(OSError), os.scandir(f"{self.root}/{prefix}") as entries:
                 for entry in entries:
                     if not entry.is_dir():
                         found.add(prefix + entry.name)
@@ -175,7 +174,7 @@ class CacheDir(RootFolder):
         """The records of targets that were activated or made here; unreadable ones are left out."""
         found = {}
         for path in sorted((self._own / "records" / fingerprint).glob("*.json")):
-            with contextlib.suppress(OSError, ChecksumMismatch, UnsafePath):
+            with suppress(OSError, ChecksumMismatch, UnsafePath):
                 record = Record.parse(path.read_bytes())
                 found[record.key] = record
         return found
@@ -184,7 +183,7 @@ class CacheDir(RootFolder):
         """The fingerprint of which a process last found a record complete here; None without any."""
         latest: dict[str, float] = {}
         for path in (self._own / "records").glob("*/*.json"):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 used = path.stat().st_mtime
                 latest[path.parent.name] = max(used, latest.get(path.parent.name, 0.0))
         return max(latest, key=lambda digest: latest[digest], default=None)
@@ -296,10 +295,13 @@ class CacheDir(RootFolder):
         same name raises ChecksumMismatch naming both, before anything is put in place.
         """
         self.refuse_conflicts(entries)
+        folders: dict[str, list[str]] = {}
+        for entry in entries:
+            folders.setdefault(entry.path.partition("/")[0], []).append(entry.path)
         count = 0
         with self.explaining():
-            for entry in sorted(entries, key=lambda e: (e.path.startswith(ENTRIES_LAST), e.path)):
-                count += _put(f"{staged}/{entry.path}", f"{self.root}/{entry.path}")
+            for name in sorted(folders, key=lambda name: (f"{name}/" in ENTRIES_LAST, name)):
+                count += _put_folder(staged, self.root, name, sorted(folders[name]))
             regroup(self.root, [entry.path for entry in entries])
         return count
 
@@ -327,6 +329,20 @@ def _file_lock(path: Path) -> BaseFileLock:
     if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters:
         return FileLock(path, thread_local=False, fallback_to_soft=False)
     return FileLock(path, thread_local=False)
+
+
+def _put_folder(staged: Path, root: Path, name: str, paths: Sequence[str]) -> int:
+    """Moves all files of one folder of the root, in one piece where it is new and holds nothing else."""
+    source, place = f"{staged}/{name}", f"{root}/{name}"
+    if not os.path.lexists(place) and _files_below(source) == len(paths):
+        with suppress(OSError):  # somebody has made that folder just now
+            os.rename(source, place)  # noqa: PTH104
+            return len(paths)
+    return sum(_put(f"{staged}/{path}", f"{root}/{path}") for path in paths)
+
+
+def _files_below(folder: str) -> int:
+    return sum(len(names) for _, _, names in os.walk(folder))
 
 
 def _put(source: str, place: str) -> int:

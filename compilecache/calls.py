@@ -46,6 +46,10 @@ class Calls:
         """Names, relative to the folder, of everything below it."""
         return list(self.call("listing records", lambda: self.storage.walk(folder)))
 
+    def glance(self, folder: str, most: int) -> list[str] | None:
+        """The same from one request, where that tells all and they are no more than ``most``."""
+        return self.call("listing records", lambda: self.storage.glance(folder, most))
+
     def each(self, items: Sequence[S], act: Callable[[S], T]) -> list[T]:
         """``act`` on every item, in order."""
         if self.storage.workers == 1 or len(items) < 2:

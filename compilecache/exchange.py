@@ -282,7 +282,8 @@ class Exchange:
         self.cache.refuse_more(sum(entry.size for entry in absent))
         with self.cache.arrivals() as staged:
             with self.cache.explaining():
-                fetch_packs(self.store, self.mark.digest, absent, staged)
+                vouched = self.store.trusts or self._exactly is not None
+                fetch_packs(self.store, self.mark.digest, absent, staged, vouched=vouched)
             done.files += self.cache.activate(staged, absent)
         done.bytes += sum(entry.size for entry in absent)
         for record in records:

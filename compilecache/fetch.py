@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from compilecache.artifact import FileEntry, check_files, file_and_directory
 from compilecache.errors import ChecksumMismatch, CompileCacheError
 from compilecache.pack import broken_packs, unpack
 from compilecache.store import ArtifactStore
+from compilecache.streams import in_streams
 from compilecache.transfer import Transfer
 from compilecache.turns import short_turns
 
@@ -24,14 +24,17 @@ def fetch_packs(
     entries: Iterable[FileEntry],
     dest: Path,
     *,
-    workers: int | None = None,
+    vouched: bool = True,
 ) -> None:
     """Brings these files, and no others, from their packs into ``dest``, every digest checked.
 
+    ``vouched``: whether somebody stands for the packs themselves, by a signature or a tag: then their
+    sha256 are checked beside the digests of the files.
+
     What an earlier attempt has left in ``dest`` is kept where it is right: a pack all of whose files
-    are there is not fetched again. Packs come in parallel. All are tried, then one error is raised: StoreUnavailable, UnsafePath, or
-    ChecksumMismatch with every fault found (also when two entries cannot lie in one directory).
-    Raises OSError when ``dest`` cannot be written. After an error ``dest`` is incomplete.
+    are there is not fetched again. Packs come in parallel. All are tried, then one error is raised:
+    StoreUnavailable, UnsafePath, or ChecksumMismatch with every fault found (also when two entries
+    cannot lie in one directory). Raises OSError when ``dest`` cannot be written. After an error ``dest`` is incomplete.
     """
     packs = _by_pack(entries)
     moving = Transfer("restoring", _bytes(packs), store.listener)
@@ -42,14 +45,16 @@ def fetch_packs(
         try:
             with store.open_pack(fingerprint, sha256) as stream:
                 wanted = packs[sha256]
-                unpack(stream, sha256, wanted, dest, spare_bytes=SPARE_BYTES, written=moving.add)
+                whole = sha256 if vouched else None
+                unpack(stream, whole, wanted, dest, spare_bytes=SPARE_BYTES, written=moving.add)
         except CompileCacheError as error:
             return error
         return None
 
     largest_first = sorted(packs, key=lambda pack: _bytes({pack: packs[pack]}), reverse=True)
-    with short_turns(), ThreadPoolExecutor(workers or store.workers) as pool:
-        errors = [error for error in pool.map(fetch, largest_first) if error is not None]
+    with short_turns():
+        found = in_streams(largest_first, fetch, *store.streams)
+    errors = [error for error in found if error is not None]
     for error in errors:
         if not isinstance(error, ChecksumMismatch):
             raise error

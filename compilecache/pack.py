@@ -28,7 +28,7 @@ else:
     from backports import zstd
 
 LEVEL = 3
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 512 << 10
 MOST_TIMES = 1000
 """How much larger than itself a pack may unpack; compiled code takes 3 to 20 times its pack."""
 FREE_BYTES = 64 << 20
@@ -114,7 +114,7 @@ class _Writer:
 
 def unpack(
     stream: Readable,
-    sha256: str,
+    sha256: str | None,
     wanted: Mapping[str, FileEntry],
     dest: Path,
     *,
@@ -123,6 +123,7 @@ def unpack(
 ) -> None:
     """Writes the wanted files of a pack below ``dest``, every digest checked, in one pass.
 
+    ``sha256``: of the whole pack; None where nobody vouches for it, and only the files count.
     Files of the pack that nobody wants are faults; with ``spare_bytes`` they are skipped, up to so
     many bytes in all. Nothing is decompressed much past what the wanted files and these add up to,
     nor past ``MOST_TIMES`` what was read; and no more is read than they could take up compressed.
@@ -130,12 +131,13 @@ def unpack(
     links, devices or names outside the root, OSError from either side. After any error none of the
     files is left.
     """
-    inflated = _Inflated(stream, _tar_bytes(wanted.values()) + spare_bytes)
+    limit = _tar_bytes(wanted.values()) + spare_bytes
+    inflated = _Inflated(stream, limit, summed=sha256 is not None)
     unpacker = _Unpacker(Tar(inflated.block, wanted), wanted, dest, written, skips=spare_bytes > 0)
     try:
         unsafe = unpacker.run()
         actual = inflated.drain()
-        if actual != sha256:
+        if sha256 is not None and actual != sha256:
             unpacker.faults.insert(0, f"pack {sha256[:12]}: its sha256 is {actual}")
         elif unsafe is not None:
             raise unsafe
@@ -182,15 +184,15 @@ def _tar_bytes(entries: Iterable[FileEntry]) -> int:
 
 
 class _Inflated:
-    """Decompressed blocks of a stream, and the digest of its compressed bytes."""
+    """Decompressed blocks of a stream, and the digest of its compressed bytes if that is wanted."""
 
-    def __init__(self, stream: Readable, limit: int) -> None:
+    def __init__(self, stream: Readable, limit: int, *, summed: bool) -> None:
         self._stream = stream
         self._limit = limit
         self._inflated = 0
         self._read_bytes = 0
         self._zstd = zstd.ZstdDecompressor()
-        self._sha256 = hashlib.sha256()
+        self._sha256 = hashlib.sha256() if summed else None
 
     def block(self) -> bytes:
         """At most BLOCK_BYTES; empty at the end. Raises DamageError."""
@@ -211,16 +213,17 @@ class _Inflated:
                 return inflated
         return b""
 
-    def drain(self) -> str:
+    def drain(self) -> str | None:
         """sha256 of the whole stream, reading what is left of it; of too long a one, of a part."""
         with suppress(DamageError):
             while self._read():
                 pass
-        return self._sha256.hexdigest()
+        return self._sha256.hexdigest() if self._sha256 is not None else None
 
     def _read(self) -> bytes:
         data = self._stream.read(BLOCK_BYTES)
-        self._sha256.update(data)
+        if self._sha256 is not None:
+            self._sha256.update(data)
         self._read_bytes += len(data)
         # zstd adds less than a hundredth to what it cannot compress.
         if self._read_bytes > self._limit + self._limit // 64 + BLOCK_BYTES:

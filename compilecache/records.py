@@ -27,6 +27,8 @@ from compilecache.vouching import Vouching, refusal
 VERSION = "v1"
 DIGEST = re.compile(r"[0-9a-f]{8,128}")
 GENERATIONS_TRIED = 64
+GLANCED = 10
+"""Names that are worth reading, for each target that is wanted, to ask once instead of for each."""
 
 _GENERATION = re.compile(r"([1-9][0-9]{0,9})\.json")
 
@@ -190,10 +192,16 @@ class Records:
         if keys is None:
             return self._calls.walk(folder)
 
+        wanted = set(filter(is_key, keys))
+        if len(wanted) > 1:
+            glanced = self._calls.glance(folder, GLANCED * len(wanted))
+            if glanced is not None:
+                return [name for name in glanced if name.partition("/")[0] in wanted]
+
         def listing(key: str) -> list[str]:
             return [f"{key}/{name}" for name in self._calls.walk(f"{folder}/{key}")]
 
-        found = self._calls.each(sorted(filter(is_key, set(keys))), listing)
+        found = self._calls.each(sorted(wanted), listing)
         return [name for names in found for name in names]
 
     # -- adding -------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ PATIENT_SECONDS = 30.0
 PART_BYTES = 8 << 20
 PARTS_AT_A_TIME = 4
 MOST_PARTS = 10_000
+PAGE = 1_000
+"""Names in one answer."""
 
 
 class _Body(Protocol):
@@ -81,9 +83,11 @@ class _Upload:
 class S3Storage:
     """A prefix in a bucket. Retries are the caller's: every call here is tried once."""
 
-    block_bytes = 256 << 10
-    # Streams of one server overlap; beyond twice the cores they only wait for each other.
+    block_bytes = 512 << 10
+    # Calls of one server overlap; beyond twice the cores they only wait for each other.
     workers = min(8, 2 * (os.cpu_count() or 1))
+    # One stream from a server nearby fills a core; from one far away it waits most of the time.
+    streams = (min(8, os.cpu_count() or 1), 8)
 
     def __init__(
         self, bucket: str, prefix: str, *, patience: float, options: Mapping[str, Option] | None
@@ -145,6 +149,13 @@ class S3Storage:
 
     def walk(self, folder: str) -> dict[str, int]:
         return {name: stored.size for name, stored in self.survey(folder).items()}
+
+    def glance(self, folder: str, most: int) -> list[str] | None:
+        prefix = f"{self._prefix}{folder}/"
+        page = self._call("list_objects_v2", Prefix=prefix, MaxKeys=min(most, PAGE))
+        if page.get("IsTruncated", True):
+            return None
+        return [item["Key"].removeprefix(prefix) for item in page.get("Contents", ())]
 
     def survey(self, folder: str) -> dict[str, Stored]:
         prefix = f"{self._prefix}{folder}/"

@@ -60,6 +60,8 @@ class Storage(Protocol):
     """How much to ask for in one read of a large object."""
     workers: int
     """How many calls at a time help."""
+    streams: tuple[int, int]
+    """How many packs at a time to begin with, and how many may help where each waits."""
 
     def read(self, name: str, limit: int) -> bytes:
         """A small object, at most ``limit`` bytes of it."""
@@ -81,6 +83,10 @@ class Storage(Protocol):
 
     def walk(self, folder: str) -> dict[str, int]:
         """Names, relative to the folder, and sizes of everything below it."""
+
+    def glance(self, folder: str, most: int) -> list[str] | None:
+        """Names as ``walk`` finds them, where one request tells them all and they are no more than
+        ``most``; else None. Always None where asking folder by folder costs nothing."""
 
     def survey(self, folder: str) -> dict[str, Stored]:
         """What ``walk`` finds, with sizes and times."""
@@ -116,6 +122,7 @@ class LocalStorage:
     block_bytes = 256 << 10
     # As many as cores: more of them wait for each other and for the file system's journal.
     workers = min(8, os.cpu_count() or 1)
+    streams = (workers, workers)
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -161,6 +168,9 @@ class LocalStorage:
 
     def walk(self, folder: str) -> dict[str, int]:
         return _sizes(self.survey(folder))
+
+    def glance(self, folder: str, most: int) -> list[str] | None:
+        return None
 
     def survey(self, folder: str) -> dict[str, Stored]:
         return {name: found for name, found in _walk(self.root / folder, "") if not _is_temp(name)}
@@ -249,6 +259,7 @@ class MemoryStorage:
 
     block_bytes = 1 << 20
     workers = 1
+    streams = (1, 1)
     _lock = threading.Lock()
 
     def __init__(self, root: str) -> None:
@@ -294,6 +305,9 @@ class MemoryStorage:
 
     def walk(self, folder: str) -> dict[str, int]:
         return _sizes(self.survey(folder))
+
+    def glance(self, folder: str, most: int) -> list[str] | None:
+        return None
 
     def survey(self, folder: str) -> dict[str, Stored]:
         root = self._path(folder) + "/"

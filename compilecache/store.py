@@ -310,8 +310,13 @@ class ArtifactStore:
     # -- calls --------------------------------------------------------------------------------
 
     @property
+    def streams(self) -> tuple[int, int]:
+        """How many packs at a time to begin with, and how many can help."""
+        return self._calls.storage.streams
+
+    @property
     def workers(self) -> int:
-        """How many transfers at a time help."""
+        """How many calls at a time help."""
         return self._calls.storage.workers
 
     @property

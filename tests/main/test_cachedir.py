@@ -329,6 +329,48 @@ def test_activation_never_overwrites(cache: CacheDir, tmp_path: Path) -> None:
     assert (cache.root / "ab/c").read_bytes() == b"new"
 
 
+def test_new_folders_come_in_one_piece_index_entries_last(
+    cache: CacheDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files join a folder that is there; what else lies in staging stays out."""
+    files = {"fxgraph_a": b"1", "aotautograd_b": b"2", "zz_c": b"3", "ab_d": b"4", "cd_e": b"5"}
+    entries = plant(tmp_path / "staged", **files)
+    plant(tmp_path / "staged", cd_left=b"of another attempt")
+    plant(cache.root, ab_mine=b"mine")
+    moved: list[str] = []
+    rename = os.rename
+
+    def noting(source: str, place: str) -> None:
+        moved.append(Path(place).name)
+        rename(source, place)
+
+    monkeypatch.setattr("compilecache.cachedir.os.rename", noting)
+    assert cache.activate(tmp_path / "staged", entries) == 5
+    assert moved == ["zz", "aotautograd", "fxgraph"]
+    found = {p.relative_to(cache.root).as_posix() for p in cache.root.rglob("*") if p.is_file()}
+    expected = {"fxgraph/a", "aotautograd/b", "zz/c", "ab/d", "ab/mine", "cd/e"}
+    assert {name for name in found if not name.startswith(".compilecache")} == expected
+
+
+def test_a_folder_that_somebody_makes_meanwhile_is_joined(
+    cache: CacheDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch makes its folders whenever it likes, and takes no lock."""
+    entries = plant(tmp_path / "staged", ab_c=b"new")
+    rename = os.rename
+
+    def late(source: str, place: str) -> None:
+        plant(cache.root, ab_mine=b"mine")
+        rename(source, place)
+
+    monkeypatch.setattr("compilecache.cachedir.os.rename", late)
+    assert cache.activate(tmp_path / "staged", entries) == 1
+    assert {p.name: p.read_bytes() for p in (cache.root / "ab").iterdir()} == {
+        "c": b"new",
+        "mine": b"mine",
+    }
+
+
 def test_a_link_in_the_way_is_a_conflict(cache: CacheDir, tmp_path: Path) -> None:
     """Also one that leads nowhere, and one to a file of the very content."""
     entries = plant(tmp_path / "staged", ab_c=b"new")

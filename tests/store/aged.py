@@ -14,7 +14,8 @@ class AgedStorage:
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
-        self.url, self.block_bytes, self.workers = inner.url, inner.block_bytes, inner.workers
+        self.url, self.block_bytes = inner.url, inner.block_bytes
+        self.workers, self.streams = inner.workers, inner.streams
         self.older: dict[tuple[str, float], float] = {}
         """Name and real time of an object → how many seconds it looks older."""
 
@@ -61,6 +62,10 @@ class AgedStorage:
     def walk(self, folder: str) -> dict[str, int]:
         """As the inner one."""
         return self.inner.walk(folder)
+
+    def glance(self, folder: str, most: int) -> list[str] | None:
+        """As the inner one."""
+        return self.inner.glance(folder, most)
 
     def folders(self, folder: str) -> list[str]:
         """As the inner one."""

@@ -258,6 +258,16 @@ def test_a_damaged_pack_of_a_signed_record_is_refused(scene: Scene) -> None:
     assert (done.keys, left) == ([], {})
 
 
+def test_packs_themselves_are_vouched_for_by_signatures_only(scene: Scene) -> None:
+    """Other bytes that unpack to the very files: harmless, and yet not what was signed."""
+    pack = scene.publish(b"good", signer="a").pack
+    assert pack
+    path = scene.artifacts.parents[1] / "packs" / f"{pack.sha256}.tar.zst"
+    path.write_bytes(path.read_bytes() + (0x184D2A50).to_bytes(4, "little") + bytes(4))
+    assert scene.restore("a")[1] == {}
+    assert scene.restore("")[1]["ab/kernel.so"] == b"good"
+
+
 @quick
 @given(st.data())
 def test_any_flipped_bit_of_record_or_signature_is_refused(

@@ -14,6 +14,8 @@ from compilecache.artifact import FileEntry, Record, check_files
 from compilecache.errors import ChecksumMismatch, StoreUnavailable, UnsafePath
 from compilecache.fetch import fetch_packs
 from compilecache.pack import sha256_of
+from compilecache.records import GLANCED
+from compilecache.s3 import S3Storage
 from compilecache.storage import open_storage
 from compilecache.store import ArtifactStore
 
@@ -211,8 +213,37 @@ class TestStoreContract:
         record, pack = sample(tmp_path, 5, size=12_000_000)
         store.publish(record, pack)
         (tmp_path / "out").mkdir()
-        fetch_packs(store, FINGERPRINT, record.files, tmp_path / "out", workers=2)
+        fetch_packs(store, FINGERPRINT, record.files, tmp_path / "out")
         assert check_files(tmp_path / "out", record.files) == ()
+
+    def test_some_targets_are_found_among_few_and_among_many(
+        self, store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By one listing of all while they are few, else by one for each; never by reading them all."""
+        keys = [f"adopted-{number}" for number in range(GLANCED * 2 + 1)]
+        for number, key in enumerate(keys[:-1]):
+            record, pack = sample(tmp_path, number, key=key, size=10)
+            store.publish(record, pack)
+        walked: list[str] = []
+        walk = store.storage.walk
+
+        def noting(folder: str) -> dict[str, int]:
+            walked.append(folder.rpartition("/")[2])
+            return walk(folder)
+
+        monkeypatch.setattr(store.storage, "walk", noting)
+        few = store.latest(FINGERPRINT, keys[:2])
+        assert sorted(few.records) == keys[:2]
+        glances = isinstance(store.storage, S3Storage)
+        assert walked == ([] if glances else keys[:2])
+        monkeypatch.undo()
+        record, pack = sample(tmp_path, 99, key=keys[-1], size=10)
+        store.publish(record, pack)
+        monkeypatch.setattr(store.storage, "walk", noting)
+        walked.clear()
+        many = store.latest(FINGERPRINT, keys[:2])
+        assert many.records == few.records
+        assert sorted(walked) == keys[:2]
 
     def test_what_others_publish_later_is_seen(
         self, place: Place, store: ArtifactStore, tmp_path: Path
