@@ -149,18 +149,36 @@ def closed_over(function: nn.Module) -> dict[str, Any]:
     return found
 
 
-def tuned(made: Made, loaded: Loaded, function: nn.Module) -> tuple[bytes, list[str]]:
+def tuned(
+    made: Any, kernels: Sequence[tuple[str, Any]], function: nn.Module
+) -> tuple[bytes, list[str]]:
     """The same function, each of its kernels in the one configuration that won where it has run.
+
+    ``made``: torch's own object of it; ``kernels``: as ``load`` gives them.
 
     Else torch compiles a variant of some reductions, and times it against the first, in every process
     that loads them. So there is less to read, nothing to time, and one result on all devices. Also what
     could not be settled so, and why.
     """
-    serialize = getattr(made.function._artifacts.compiled_fn, "serialize", None)
-    untuned: list[str] = []
-    for graph in _graphs(serialize()) if serialize is not None else ():
-        untuned += triton_names.tune(graph, loaded.kernels)
-    return _saved(made.function, function), untuned
+    untuned = [why for graph in _kept(made) for why in triton_names.tune(graph, kernels)]
+    return _saved(made, function), untuned
+
+
+def completed(
+    made: Any, kernels: Sequence[tuple[str, Any]], function: nn.Module
+) -> tuple[bytes, list[str]]:
+    """The same function, each of its kernels in every configuration that could be launched.
+
+    As ``tuned``, for where nothing has run: whoever runs it first has only to time them.
+    """
+    lacking = [why for graph in _kept(made) for why in triton_names.complete(graph, kernels)]
+    return _saved(made, function), lacking
+
+
+def _kept(made: Any) -> Iterator[Any]:
+    """The graphs that torch keeps of a function to save it once more."""
+    serialize = getattr(made._artifacts.compiled_fn, "serialize", None)
+    yield from _graphs(serialize()) if serialize is not None else ()
 
 
 def _guarded(entry: Any) -> Guarded:
@@ -191,6 +209,7 @@ def _one_rank() -> Iterator[None]:
 
 class _Moving(threading.local):
     ours = False
+    again = False
     indices: tuple[int, int] | None = None
     moved: int = 0
     left: tuple[str, ...] = ()
@@ -213,6 +232,8 @@ class Loaded:
     """Lines that still name it; a program with any must not be used."""
     kernels: tuple[tuple[str, Any], ...] = ()
     """torch's key and object of every kernel that it launches itself."""
+    function: Any = None
+    """torch's own object of it; to be saved once more only if it was loaded so."""
 
 
 def load(
@@ -220,10 +241,13 @@ def load(
     function: nn.Module,
     imports: Mapping[str, str],
     indices: tuple[int, int] | None = None,
+    *,
+    again: bool = False,
 ) -> Loaded:
     """Loads what ``make`` made of such a module; no tracing.
 
-    ``imports``: as it was made; ``indices``: (compiled on, to be used on) of the GPU.
+    ``imports``: as it was made; ``indices``: (compiled on, to be used on) of the GPU; ``again``: it
+    may be saved once more, as it is on the index it is used on.
 
     Raises whatever torch raises for bytes that are not of its own making.
     """
@@ -231,12 +255,13 @@ def load(
 
     _install()
     _moving.ours, _moving.indices, _moving.kernels = True, indices, ()
-    _moving.moved, _moving.left = 0, ()
+    _moving.moved, _moving.left, _moving.again = 0, (), again
     try:
         around = dict(type(function).forward.__globals__)
         around |= {alias: importlib.import_module(name) for alias, name in imports.items()}
         loaded = AOTCompiledFunction.deserialize(data, around, closed_over(function))
-        return Loaded(loaded.fn, _moving.moved, _moving.left, _moving.kernels)
+        kept = loaded if again else None
+        return Loaded(loaded.fn, _moving.moved, _moving.left, _moving.kernels, kept)
     finally:
         _moving.ours, _moving.indices, _moving.kernels = False, None, ()
 
@@ -253,8 +278,9 @@ def _install() -> None:
 
         def deserialize(entry: Any, *rest: Any, **named: Any) -> Any:
             if _moving.ours:
-                # torch copies the whole entry, in case somebody wants to save it again.
-                entry.__deepcopy__ = lambda memo: entry
+                if not _moving.again:
+                    # torch copies the whole entry, in case somebody wants to save it again.
+                    entry.__deepcopy__ = lambda memo: entry
                 for graph in _graphs(entry):
                     triton_names.rebase(graph)
                     if _moving.indices is not None:

@@ -1,0 +1,168 @@
+"""Programs compiled where their GPU is not: the model and its inputs are fake, and nothing runs.
+
+Only in a process whose torch was prepared by ``absent_gpu``. What is made here says so in its header; the
+first process with the real GPU compares it with eager and settles it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from pydantic import JsonValue
+from torch import nn
+
+from compilecache import absent_gpu, aot_names
+from compilecache.cachedir import CacheDir
+from compilecache.engines import dispatch
+from compilecache.engines.dispatch import NoProgram, Program
+from compilecache.engines.fitting import differences
+from compilecache.engines.harness import Harness, Replica, Run, phase
+from compilecache.engines.making import make_program
+from compilecache.engines.program import unfit
+from compilecache.engines.programfile import (
+    program_among,
+    read_header,
+    sealed,
+    write_program,
+)
+from compilecache.engines.way import NOT_PACKED
+from compilecache.errors import ChecksumMismatch, CompileCacheError, CompileFailed
+from compilecache.evidence import Evidence
+from compilecache.gpuprofile import GpuProfile
+from compilecache.shapes import CompileTarget
+from compilecache.workload import Workload
+
+Call = tuple[tuple[object, ...], Mapping[str, object]]
+
+
+class _Called(Exception):
+    """Ends a step at the call that is to be compiled."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        super().__init__()
+
+
+class OfflineEngine:
+    """Compiles programs for the GPU of a profile, one target after the other."""
+
+    name = "program"
+
+    def __init__(
+        self,
+        workload: Workload,
+        cache: CacheDir,
+        options: Mapping[str, JsonValue] | None,
+        profile: GpuProfile,
+    ) -> None:
+        self._harness = Harness(workload, cache, options)
+        self._profile = profile
+
+    @property
+    def harness(self) -> Harness:
+        """How targets would be run."""
+        return self._harness
+
+    def compile_in_place(
+        self, replica: Replica, targets: Iterable[CompileTarget], instances: int = 1
+    ) -> None:
+        """Nothing: no call of the model will be made."""
+
+    def run(
+        self, target: CompileTarget, module: nn.Module, present: Collection[str] | None = None
+    ) -> Run:
+        """Compiles one target; ``present``: the files of its record, where it is there already.
+
+        Raises CompileFailed naming the target, the operation that stands in the way, and its line.
+        """
+        troubles: list[CompileCacheError] = []
+        if present is not None:
+            try:
+                return self._known(target, module, present)
+            except CompileCacheError as error:
+                troubles.append(error)
+            except NoProgram:
+                pass  # it was published by trace, or it is another one's
+        function = self._harness.function(target, module)
+        if reason := unfit(function, self._harness.options):
+            raise _refusal(target, reason)
+        try:
+            run = self._make(target, module, function)
+        except Exception as error:  # of torch's own, or of the workload
+            raise _refusal(target, absent_gpu.words_of(error)) from error
+        return replace(run, troubles=tuple(troubles))
+
+    def _known(self, target: CompileTarget, module: nn.Module, present: Collection[str]) -> Run:
+        """A program that is there: it fits as far as can be told where it cannot run."""
+        path = program_among(present)
+        if path is None:
+            raise NoProgram("there is none")
+        began = time.perf_counter()
+        header = read_header(self._harness.cache.root / path)
+        function = self._harness.function(target, module)
+        with phase(target.spec, module):
+            changed = differences(header, target, function)
+        if changed:
+            name, (then, now) = next(iter(changed.items()))
+            raise ChecksumMismatch(
+                f"the program of '{target}' was compiled with {name} = {then}, here it is {now}",
+                next_step="It is compiled anew",
+            )
+        seconds = time.perf_counter() - began
+        evidence = Evidence(
+            outcome="hit",
+            hits=1,
+            misses=0,
+            bypasses=0,
+            launches=0,
+            seconds=seconds,
+            again_seconds=0,
+        )
+        return Run(evidence, frozenset(present), engine="program")
+
+    def _make(self, target: CompileTarget, module: nn.Module, function: nn.Module) -> Run:
+        harness, began = self._harness, time.perf_counter()
+        with harness.observed(target, module, expect_warm=False, runs=False) as seen:
+            with phase(target.spec, module):
+                args, kwargs = self._call(target, module, function)
+                with absent_gpu.refusing():
+                    made, header = make_program(target, function, args, kwargs, harness.options)
+                loaded = aot_names.load(made.data, function, header.imports)
+            data, incomplete = aot_names.completed(made.function, loaded.kernels, function)
+            header = header.model_copy(update={**sealed(data), "profile": self._profile})
+            path = write_program(harness.cache.root, header, data)
+            seen.seconds = time.perf_counter() - began, 0.0
+        evidence = harness.evidence(seen, harness.foreign(seen))
+        kept = {file for file in harness.needed(seen) if not file.startswith(NOT_PACKED)}
+        notes = tuple(f"torch may compile a variant where it runs: {one}" for one in incomplete)
+        return Run(evidence, frozenset({path, *kept}), engine="program", notes=notes)
+
+    def _call(self, target: CompileTarget, module: nn.Module, function: nn.Module) -> Call:
+        """What the workload's step calls the function with."""
+
+        def call(module: nn.Module, *args: object, **kwargs: object) -> object:
+            raise _Called((args, kwargs))
+
+        workload, device = self._harness.workload, torch.device(target.device)
+        before = function._compiled_call_impl
+        dispatch.attach_only(function, Program(call), lambda output: None)
+        try:
+            with absent_gpu.faking():
+                inputs = workload.make_inputs(target.spec, module, device)
+                workload.step(target.spec, module, inputs)
+        except _Called as called:
+            return called.call
+        finally:
+            function._compiled_call_impl = before
+        raise NoProgram("its step never calls the function")
+
+
+def _refusal(target: CompileTarget, reason: str) -> CompileFailed:
+    return CompileFailed(
+        f"{target} cannot be compiled without its GPU: {reason}",
+        next_step="Compile it where the GPU is, or change what is named; see docs/offline-compile.md",
+        target=str(target),
+    )
