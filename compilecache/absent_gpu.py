@@ -178,7 +178,8 @@ def _no_random_state(device: object = 0) -> Tensor:
 
 def _refuse_cuda() -> None:
     """A workload that reads CUDA state would get an answer of no GPU; torch's compiler only waits for it."""
-    frames = traceback.extract_stack()[:-1]
+    frames = traceback.extract_stack()
+    frames.pop()
     if any(_COMPILER in frame.filename for frame in frames):
         return
     asked = next(frame.name for frame in reversed(frames) if frame.name != "_lazy_init")
@@ -317,14 +318,11 @@ def _cuobjdump() -> Path:
 
 
 def _replace_fake_tensors() -> None:
-    from torch._subclasses import fake_tensor
-
-    mode: Any = fake_tensor.FakeTensorMode
-    mode.avoid_device_init = property(lambda self: True)
-    if hasattr(fake_tensor, "init_gpu_context"):
-        fake_tensor.init_gpu_context = lambda *args, **named: None
-
-    swap = torch.utils.swap_tensors
+    fakes: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    fakes.FakeTensorMode.avoid_device_init = property(lambda self: True)
+    if hasattr(fakes, "init_gpu_context"):
+        fakes.init_gpu_context = lambda *args, **named: None
+    swap: Any = torch.utils.swap_tensors
 
     def swap_tensors(one: Tensor, other: Tensor) -> None:
         """Also of tensors that the mode remembers having made, as those of any module are."""
@@ -337,14 +335,15 @@ def _replace_fake_tensors() -> None:
 def _replace_folding() -> None:
     """Tiny uniform tensors that torch computes while it compiles are computed on the CPU."""
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map
+
+    base: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
 
     def moved(value: Any) -> Any:
         on_gpu = isinstance(value, torch.device) and value.type == "cuda"
         return torch.device("cpu") if on_gpu else value
 
-    class OnCPU(TorchDispatchMode):
+    class OnCPU(base):  # type: ignore[misc]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -388,9 +387,9 @@ _KEPT: list[Any] = []
 """What C++ holds on to."""
 
 
-@ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)
-def _no_context(hooks: int, device: int) -> bool:
-    return True
+_no_context = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(
+    lambda hooks, device: True
+)
 
 
 @functools.cache
@@ -401,7 +400,7 @@ def _slot() -> int | None:
         text = header.read_text(encoding="utf-8")
     except OSError:
         return None
-    names = re.findall(r"^\s*virtual\s[^;{]*?(~?\w+)\(", text, re.MULTILINE)
+    names: list[str] = re.findall(r"^\s*virtual\s[^;{]*?(~?\w+)\(", text, re.MULTILINE)
     if _CONTEXT not in names:
         return None
     before = names[: names.index(_CONTEXT)]
@@ -418,13 +417,13 @@ def _library(name: str) -> ctypes.CDLL:
 @contextmanager
 def refusing() -> Iterator[None]:
     """While a graph is compiled, what a GPU would have to decide is an error that names its line."""
-    original = torch._TorchCompileInductorWrapper.__call__
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    original = wrapper.__call__
 
     def checked(self: Any, graph: Any, inputs: Any) -> Any:
         refuse_undecided(graph.graph)
         return original(self, graph, inputs)
 
-    wrapper: Any = torch._TorchCompileInductorWrapper
     wrapper.__call__ = checked
     try:
         yield
@@ -447,7 +446,7 @@ def refuse_undecided(graph: torch.fx.Graph) -> None:
 
 def _only_math() -> bool:
     """Whether the only kernel that is allowed needs nobody to be asked."""
-    backends = torch.backends.cuda
+    backends: Any = torch.backends.cuda
     fused = (
         backends.flash_sdp_enabled(),
         backends.mem_efficient_sdp_enabled(),

@@ -214,6 +214,7 @@ class _Moving(threading.local):
     moved: int = 0
     left: tuple[str, ...] = ()
     kernels: tuple[tuple[str, Any], ...] = ()
+    sources: tuple[str, ...] = ()
 
 
 _moving = _Moving()
@@ -234,6 +235,8 @@ class Loaded:
     """torch's key and object of every kernel that it launches itself."""
     function: Any = None
     """torch's own object of it; to be saved once more only if it was loaded so."""
+    sources: tuple[str, ...] = ()
+    """Generated code of its graphs, as it is used here."""
 
 
 def load(
@@ -255,15 +258,21 @@ def load(
 
     _install()
     _moving.ours, _moving.indices, _moving.kernels = True, indices, ()
-    _moving.moved, _moving.left, _moving.again = 0, (), again
+    _moving.moved, _moving.left, _moving.sources, _moving.again = 0, (), (), again
     try:
         around = dict(type(function).forward.__globals__)
         around |= {alias: importlib.import_module(name) for alias, name in imports.items()}
         loaded = AOTCompiledFunction.deserialize(data, around, closed_over(function))
-        kept = loaded if again else None
-        return Loaded(loaded.fn, _moving.moved, _moving.left, _moving.kernels, kept)
+        return Loaded(
+            loaded.fn,
+            _moving.moved,
+            _moving.left,
+            _moving.kernels,
+            loaded if again else None,
+            _moving.sources,
+        )
     finally:
-        _moving.ours, _moving.indices, _moving.kernels = False, None, ()
+        _moving.ours, _moving.indices, _moving.kernels, _moving.sources = False, None, (), ()
 
 
 def _install() -> None:
@@ -286,6 +295,7 @@ def _install() -> None:
                     if _moving.indices is not None:
                         _move_graph(graph, *_moving.indices)
                     _moving.kernels += tuple(triton_names.launched(graph))
+                    _moving.sources += (graph.source_code,)
             return original(entry, *rest, **named)
 
         deserialize._compilecache = True  # type: ignore[attr-defined]

@@ -115,6 +115,7 @@ class Way:
             finally:
                 dispatcher.provide = None
             seen.peak = peak(torch.device(target.device))
+            origin = self.header.device if self.header and self._moves(target) else None
             if self.program is None and not dispatcher.served:
                 raise NoProgram("its step never calls the function")
             if self.program is not None:
@@ -122,20 +123,20 @@ class Way:
         if self.program is None:  # a program of an earlier warm-up served it
             return Run(harness.evidence(seen, set()), frozenset(), engine="program")
         assert self.header is not None
-        first, settled = self._first_contact, self.path is None or self.known
-        ours = (f"{FOLDER}/",) if settled and not first else (f"{FOLDER}/", *TUNED)
+        met, settled = self._first_contact, self.path is None or self.known
+        ours = (f"{FOLDER}/",) if settled and not met else (f"{FOLDER}/", *TUNED)
         foreign = {path for path in harness.foreign(seen) if not _is(path, ours)}
         evidence = harness.evidence(seen, foreign, found=int(self.path is not None))
         kept = {path for path in harness.needed(seen) if not path.startswith(NOT_PACKED)}
-        if self.path is None or first:
-            self._keep_winners(dispatcher.function)
+        if self.path is None or met:
+            self._keep_winners(target, dispatcher.function)
             path = write_program(harness.cache.root, self.header, self.data)
             kept |= {file for file in self.files if not file.startswith(f"{FOLDER}/")}
-            return Run(evidence, frozenset({path, *kept}), engine="program", first_contact=first)
-        origin = self.header.device if self._moves(target) else None
+            files = frozenset({path, *kept})
+            return Run(evidence, files, engine="program", origin=origin, first_contact=met)
         return Run(evidence, frozenset({*self.files, *kept}), engine="program", origin=origin)
 
-    def _keep_winners(self, function: nn.Module) -> None:
+    def _keep_winners(self, target: CompileTarget, function: nn.Module) -> None:
         """What the runs have settled is settled for whoever loads the program."""
         assert self.header is not None
         if self.loaded is None or not self.loaded.kernels:
@@ -148,7 +149,8 @@ class Way:
             return
         for kernel in untuned:
             logger.info("compilecache: a kernel is tuned wherever it is loaded: %s", kernel)
-        self.header = self.header.model_copy(update=dict(sealed(self.data)))
+        changes = {**sealed(self.data), "device": target.device}  # for which it was saved once more
+        self.header = self.header.model_copy(update=changes)
 
     def _moves(self, target: CompileTarget) -> bool:
         return self.header is not None and self.header.device != target.device
@@ -247,7 +249,8 @@ class Way:
     ) -> canary.Reference | None:
         try:
             return canary.reference(self.harness.workload, target, module, program)
-        except (RuntimeError, ValueError):  # no memory for a copy, or numbers out of range
+        except (RuntimeError, ValueError) as error:  # no memory for a copy, numbers out of range
+            logger.info("compilecache: the canary could not run: %s", first_line(error))
             return None
 
     def _first_canary(self, target: CompileTarget, module: nn.Module, program: Program) -> None:
@@ -261,8 +264,7 @@ class Way:
         allowed = canary.EAGER * canary.tolerance(target.spec.dtype)
         self._compare(mine, eager, allowed, "eager")
         self._first_contact = True
-        changes = {"reference": mine, "profile": None, "device": target.device}
-        self.header = self.header.model_copy(update=changes)
+        self.header = self.header.model_copy(update={"reference": mine, "profile": None})
 
     def _canary(
         self, target: CompileTarget, module: nn.Module, program: Program, header: Header

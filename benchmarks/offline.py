@@ -1,0 +1,236 @@
+"""Compiled in a process that sees no GPU, then used on real ones: against a native compile.
+
+compile  the plan by ``compilecache warm --gpu-profile`` without a GPU, and natively on the first one
+first    a fresh process with all devices: compiler launches, canaries against eager, what is settled
+pair     per device a fresh process that loads both: kernels, losses, gradients, steps in turn
+Every row is written as soon as it is known. Parts of one commit and setting go together; --folder keeps
+what was compiled for a later call.
+Usage: offline.py [--preset tiny|qwen3-4b] [--devices cuda:0,cuda:1] [--seq-lens 512,1024,1536]
+[--parts compile,first,pair] [--folder DIR] [--no-native] [--json]
+On a machine without a GPU the part compile alone runs, and reports its time and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from programs import Bench, Setting, Sheet, name_of, note
+from results import Row, table
+
+HERE = Path(__file__).parent
+NO_GPU = torch.cuda.device_count() == 0
+PROFILE = "h200"
+"""Where none can be recorded."""
+
+Answer = dict[str, Any]
+
+
+class Offline(Bench):
+    """Fresh processes over one folder."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        super().__init__(setting, folder)
+        self.offline_store = folder / "offline-store"
+        self.native_store = folder / "native-store"
+
+    def profile(self) -> str:
+        """Recorded on this machine's first GPU, else the one that is shipped."""
+        if NO_GPU:
+            return PROFILE
+        path = self.folder / "profile.json"
+        device = self.setting.devices[0]
+        self.command("gpu-profile", "--device", device, "--output", str(path))
+        shipped = json.loads((HERE.parent / "compilecache/gpus/h200.json").read_text())
+        mine = json.loads(path.read_text(encoding="utf-8"))
+        other = {k: (v, shipped.get(k)) for k, v in mine.items() if v != shipped.get(k)}
+        note(f"profile {mine['name']}, unlike the shipped one: {other}")
+        return str(path)
+
+    def command(self, *words: str, package: str = "compilecache") -> tuple[str, float, int]:
+        """Standard output of a command, its seconds, and the MB of its largest process so far."""
+        environment = {**self._environment(self.folder / "command")}
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            environment.pop(name)
+        began = time.perf_counter()
+        ended = subprocess.run(
+            [sys.executable, "-m", package, *words],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            check=True,
+        )
+        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        return ended.stdout, time.perf_counter() - began, largest // 1024
+
+    def worker(self, how: str, *words: object) -> Answer:
+        """The last line of a worker; the rest of what it says comes as it goes."""
+        command = [sys.executable, str(HERE / "offline_worker.py"), how, *map(str, words)]
+        environment = self._environment(self.folder / how)
+        environment.pop("TRITON_CACHE_DIR")
+        ended = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, env=environment, check=True
+        )
+        answer: Answer = json.loads(ended.stdout.splitlines()[-1])
+        return answer
+
+
+# -- parts ------------------------------------------------------------------------------------
+
+
+def compile_both(bench: Offline, sheet: Sheet) -> None:
+    """Without a GPU, then on one."""
+    plan, profile = str(bench.own_plan()), bench.profile()
+    words = ("warm", plan, "--engine", "program", "--json", "--store")
+    said, seconds, largest = bench.command(
+        *words, str(bench.offline_store), "--root", str(bench.folder / "offline-root"),
+        "--gpu-profile", profile,
+    )  # fmt: skip
+    rows = json.loads(said)["targets"]
+    note(f"offline: {seconds:.1f} s, {len(rows)} targets, largest process {largest} MB")
+    sheet.remark("offline", [f"{r['target']}: {r['status']} {r['notes']}" for r in odd(rows)])
+    mine = sum(row["evidence"]["seconds"] for row in rows)
+    sheet.add(Row("offline_compile_memory", largest, "MB"))
+    if NO_GPU:
+        sheet.add(Row("offline_compile_seconds", seconds, "s"))
+        sheet.leave_out("offline_compile_vs_native", "this machine has no GPU")
+        return
+    said, native, _ = bench.command(
+        *words, str(bench.native_store), "--root", str(bench.folder / "native-root"),
+        "--device", bench.setting.devices[0],
+    )  # fmt: skip
+    others = json.loads(said)["targets"]
+    other = sum(row["evidence"]["seconds"] for row in others)
+    note(f"native: {native:.1f} s; of targets alone {mine:.1f} s offline, {other:.1f} s native")
+    sheet.add(Row("offline_compile_vs_native", seconds, "s", "native", seconds / native, native))
+
+
+def odd(rows: list[Answer]) -> list[Answer]:
+    """Targets with something to tell."""
+    return [row for row in rows if row["status"] != "compiled" or row["notes"]]
+
+
+def first(bench: Offline, sheet: Sheet) -> None:
+    """All devices, an empty root, the store that was filled offline."""
+    devices = ",".join(bench.setting.devices)
+    answer = bench.worker(
+        "first", "--plan", bench.own_plan(), "--devices", devices,
+        "--store", bench.offline_store, "--root", bench.folder / "first-root",
+    )  # fmt: skip
+    rows = answer["report"]["targets"]
+    launches = sum(row["evidence"]["launches"] for row in rows if row["evidence"])
+    wrong = [row for row in rows if row["status"] not in ("restored", "rewritten")]
+    sheet.remark("first contact", [f"{r['target']}: {r['status']} {r['notes']} {r['error']}" for r in wrong]
+                 + answer["report"]["gave_up"])  # fmt: skip
+    note(f"first contact: {answer['seconds']:.1f} s, {answer['timed']} kernels timed")
+    row = Row("offline_compiler_launches", launches, "launches", "targets", launches / len(rows),
+              len(rows), "<= 0", passed=launches == 0 and not wrong)  # fmt: skip
+    sheet.add(row)
+    sheet.add(Row("offline_first_contact_seconds", answer["seconds"], "s"))
+
+
+def pair(bench: Offline, sheet: Sheet) -> None:
+    """Both kinds of programs of the same weights, on each device."""
+    losses: list[float] = []
+    gradients: list[float] = []
+    steps: list[tuple[float, float, float]] = []
+    missing = unsettled = 0
+    for device in bench.setting.devices:
+        answer = bench.worker(
+            "pair", "--plan", bench.own_plan(), "--devices", device,
+            "--store", bench.offline_store, "--native", bench.native_store,
+            "--root", bench.folder / f"pair-{device.replace(':', '')}",
+            "--repeats", bench.setting.repeats,
+        )  # fmt: skip
+        for name, seen in answer["specs"].items():
+            note(f"{device}, {name}: {seen}")
+            losses.append(seen["loss"])
+            missing += seen["missing"]
+            unsettled += seen["unsettled"]
+            if "gradients" in seen:
+                gradients.append(seen["gradients"])
+                steps.append((seen["ratio"], seen["offline_ms"], seen["native_ms"]))
+        sheet.remark(f"second start on {device}", answer["odd"])
+    against = "native"
+    sheet.add(
+        Row("offline_loss_rel_diff", max(losses), "ratio", against, max(losses), None, "<= 1e-4")
+    )
+    limit = "<= 1e-2" if bench.setting.preset != "tiny" else "<= 1e-4"
+    worst = max(gradients)
+    sheet.add(Row("offline_gradient_rel_diff", worst, "ratio", against, worst, None, limit))
+    ratio, mine, other = max(steps)
+    sheet.add(Row("offline_step_vs_native", mine, "ms", against, ratio, other, "<= 1.02"))
+    sheet.add(Row("offline_kernels_unsettled", unsettled, "kernels"))
+    sheet.add(Row("offline_kernels_missing", missing, "kernels", against, missing, None, "<= 0"))
+
+
+PARTS: dict[str, Callable[[Offline, Sheet], None]] = {
+    "compile": compile_both,
+    "first": first,
+    "pair": pair,
+}
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    """Fills in what depends on the preset."""
+    tiny = options.preset == "tiny"
+    lengths = options.seq_lens or ("256" if tiny else "512,1024,1536")
+    return Setting(
+        preset=options.preset,
+        anchors=options.anchors or (None if tiny else 64),
+        devices=options.devices.split(","),
+        lengths=[int(word) for word in lengths.split(",")],
+        rounds=1,
+        repeats=options.repeats,
+        calls=0,
+        cold_trace=False,
+    )
+
+
+def main() -> int:
+    """0 when every part could be measured, whatever the figures say."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--devices", "--device", default="cuda:0")
+    parser.add_argument("--seq-lens", help="[256; 512,1024,1536 if not tiny]")
+    parser.add_argument("--anchors", type=int, help="blocks a row [64; the preset's own if tiny]")
+    parser.add_argument("--parts", default="compile" if NO_GPU else "compile,first,pair")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds ABBA of steps")
+    parser.add_argument("--folder", type=Path, help="keep there what was compiled")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    setting = setting_of(options)
+    sheet = Sheet(setting, "offline")
+    wanted = options.parts.split(",")
+    if unknown := sorted({*wanted} - PARTS.keys()):
+        parser.error(f"there is no part {', '.join(unknown)}, only {', '.join(PARTS)}")
+    with ExitStack() as stack:
+        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bench = Offline(setting, folder / name_of(setting))
+        for name in wanted:
+            note(f"-- {name}")
+            try:
+                PARTS[name](bench, sheet)
+                sheet.remark(f"part {name}", [])
+            except (subprocess.CalledProcessError, ValueError) as error:
+                sheet.failed = True
+                sheet.remark(f"part {name}", [f"{type(error).__name__}: {error}"[:500]])
+    text = sheet.path.read_text(encoding="utf-8") if sheet.path.is_file() else "{}\n"
+    print(text if options.json else table(list(sheet.rows.values())), end="")
+    return 1 if sheet.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
