@@ -5,7 +5,8 @@ devices  cold warm-ups by programs of 1, 2, 4 devices, and restored ones of all 
 prime    one device: restored programs against the complete directory that trace left, and bytes
 step     steady training steps and AdamW, against what torch.compile compiled cold in that process
 threads  the tiny drafter trains in threads while another one traces and compiles without pause
-The result is written as soon as a figure is known, and parts of one commit and setting go together;
+The result is written as soon as a figure is known, and parts of one setting go together, whatever
+the commit (a row of another one names it);
 with --folder what was compiled cold serves a later call, too.
 Usage: programs.py [--preset tiny|qwen3-4b] [--devices cpu|cuda:0,cuda:1] [--seq-lens 256,384]
 [--parts cold,step,threads] [--rounds 3] [--folder /tmp/programs] [--json]
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,10 +86,17 @@ class Sheet:
         self.failed = False
         self.path = path_of(self._bench)
         before = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else {}
-        if (before.get("commit"), before.get("setting")) == (self._commit, self._setting):
-            self.rows = {row["figure"]: Row(**row) for row in before["rows"]}
-            self._left_out = before["left_out"]
-            self._remarks = before["remarks"]
+        if before.get("setting") == self._setting:
+            self._keep(before)
+
+    def _keep(self, before: Mapping[str, Any]) -> None:
+        """What an earlier run has found, until it is measured anew; rows of another commit name it."""
+        earlier = before["commit"] if before["commit"] != self._commit else None
+        for kept in before["rows"]:
+            row = Row(**kept)
+            self.rows[row.figure] = replace(row, commit=row.commit or earlier)
+        self._left_out = before["left_out"]
+        self._remarks = before["remarks"]
 
     def judge(
         self,
@@ -254,7 +262,7 @@ def oddities(result: Answer, *wanted: str) -> list[str]:
         if r["status"] not in wanted
     ]
     notes = [f"{row['target']}: {text}" for row in targets for text in row["notes"]]
-    return [*odd, *notes, *result["report"]["gave_up"]]
+    return [*odd, *notes, *result["report"]["gave_up"], *result.get("said", ())]
 
 
 # -- starts -----------------------------------------------------------------------------------

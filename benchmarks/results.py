@@ -37,6 +37,8 @@ class Row:
     less of the unit than the other the value is."""
     passed: bool | None = None
     """Whether it is."""
+    commit: str | None = None
+    """That it was measured at, where that is not its result's."""
 
 
 def report(bench: str, rows: Sequence[Row], *, as_json: bool, folder: Path = RESULTS) -> Path:
@@ -68,8 +70,8 @@ def path_of(bench: str, folder: Path = RESULTS) -> Path:
 
 
 def _plain(row: Row) -> dict[str, object]:
-    """Without what only rows with a target have."""
-    judged = ("other", "target", "passed")
+    """Without what only some rows have."""
+    judged = ("other", "target", "passed", "commit")
     return {k: v for k, v in asdict(row).items() if v is not None or k not in judged}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -41,6 +42,10 @@ def main() -> None:
     plan = ShapePlan.load(arguments.plan)
     workload = workload_of_plan(plan)
     models = {name: workload.build(torch.device(name)) for name in arguments.devices.split(",")}
+    said = Said()
+    logger = logging.getLogger("compilecache")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(said)
     if arguments.ahead:
         begin(models)
     synchronize(models)
@@ -62,12 +67,25 @@ def main() -> None:
         result["first_seconds"] = by_torch(workload, plan, models)
     synchronize(models)
     result["seconds"] = time.perf_counter() - began
+    result["said"] = said.texts
     result["counts"] = {"hits": counts().hits, "misses": counts().misses}
     if arguments.how == "torch" and arguments.artifacts is not None:
         saved = torch.compiler.save_cache_artifacts()
         arguments.artifacts.write_bytes(saved[0] if saved else b"")
     result["steps"] = checked_steps(workload, plan, models)
     print(json.dumps(result))
+
+
+class Said(logging.Handler):
+    """What the library logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the text."""
+        self.texts.append(record.getMessage())
 
 
 def begin(devices: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -149,36 +149,52 @@ def closed_over(function: nn.Module) -> dict[str, Any]:
     return found
 
 
-def tuned(
-    made: Any, kernels: Sequence[tuple[str, Any]], function: nn.Module
-) -> tuple[bytes, list[str]]:
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """A function whose kernels need not be timed again."""
+
+    data: bytes
+    """What ``load`` takes."""
+    settled: Mapping[str, str]
+    """Configurations of the kernels that are no part of the data; ``load`` takes these, too."""
+    untuned: tuple[str, ...]
+    """What could not be settled, and why."""
+
+
+def tuned(made: Any, loaded: Loaded, function: nn.Module) -> Tuned:
     """The same function, each of its kernels in the one configuration that won where it has run.
 
     ``made``: torch's own object of it; ``kernels``: as ``load`` gives them.
 
     Else torch compiles a variant of some reductions, and times it against the first, in every process
-    that loads them. So there is less to read, nothing to time, and one result on all devices. Also what
-    could not be settled so, and why.
+    that loads them. So there is less to read, nothing to time, and one result on all devices.
     """
-    untuned = [why for graph in _kept(made) for why in triton_names.tune(graph, kernels)]
-    return _saved(made, function), untuned
+    untuned = [why for graph in _kept(made) for why in triton_names.tune(graph, loaded.kernels)]
+    settled: dict[str, str] = {}
+    for name, kernel in loaded.built.items():
+        if len(kernel.compile_results) > 1:
+            won = triton_names.winner(kernel)
+            if won is None:
+                untuned.append(f"{name}: it has not run")
+            else:
+                settled[name] = won
+    return Tuned(_saved(made, function), settled, tuple(untuned))
 
 
-def completed(
-    made: Any, kernels: Sequence[tuple[str, Any]], function: nn.Module
-) -> tuple[bytes, list[str]]:
+def completed(made: Any, loaded: Loaded, function: nn.Module) -> tuple[bytes, list[str]]:
     """The same function, each of its kernels in every configuration that could be launched.
 
     As ``tuned``, for where nothing has run: whoever runs it first has only to time them.
     """
-    lacking = [why for graph in _kept(made) for why in triton_names.complete(graph, kernels)]
+    lacking = [why for graph in _kept(made) for why in triton_names.complete(graph, loaded.kernels)]
     return _saved(made, function), lacking
 
 
 def _kept(made: Any) -> Iterator[Any]:
     """The graphs that torch keeps of a function to save it once more."""
     serialize = getattr(made._artifacts.compiled_fn, "serialize", None)
-    yield from _graphs(serialize()) if serialize is not None else ()
+    if serialize is not None:
+        yield from dict(_graphs(serialize())).values()
 
 
 def _guarded(entry: Any) -> Guarded:
@@ -215,6 +231,8 @@ class _Moving(threading.local):
     left: tuple[str, ...] = ()
     kernels: tuple[tuple[str, Any], ...] = ()
     sources: tuple[str, ...] = ()
+    settled: Mapping[str, str] = {}
+    built: dict[str, Any]
 
 
 _moving = _Moving()
@@ -232,7 +250,9 @@ class Loaded:
     left: tuple[str, ...]
     """Lines that still name it; a program with any must not be used."""
     kernels: tuple[tuple[str, Any], ...] = ()
-    """torch's key and object of every kernel that it launches itself."""
+    """torch's key and object of every kernel that came ready to be launched."""
+    built: Mapping[str, Any] = field(default_factory=dict)
+    """Those that torch built anew while loading, by graph and name."""
     function: Any = None
     """torch's own object of it; to be saved once more only if it was loaded so."""
     sources: tuple[str, ...] = ()
@@ -244,13 +264,14 @@ def load(
     function: nn.Module,
     imports: Mapping[str, str],
     indices: tuple[int, int] | None = None,
+    settled: Mapping[str, str] | None = None,
     *,
     again: bool = False,
 ) -> Loaded:
     """Loads what ``make`` made of such a module; no tracing.
 
-    ``imports``: as it was made; ``indices``: (compiled on, to be used on) of the GPU; ``again``: it
-    may be saved once more, as it is on the index it is used on.
+    ``imports``: as it was made; ``indices``: (compiled on, to be used on) of the GPU; ``settled``: as
+    it was tuned; ``again``: it may be saved once more, as it is on the index it is used on.
 
     Raises whatever torch raises for bytes that are not of its own making.
     """
@@ -259,6 +280,7 @@ def load(
     _install()
     _moving.ours, _moving.indices, _moving.kernels = True, indices, ()
     _moving.moved, _moving.left, _moving.sources, _moving.again = 0, (), (), again
+    _moving.settled, _moving.built = settled or {}, {}
     try:
         around = dict(type(function).forward.__globals__)
         around |= {alias: importlib.import_module(name) for alias, name in imports.items()}
@@ -268,11 +290,13 @@ def load(
             _moving.moved,
             _moving.left,
             _moving.kernels,
+            _moving.built,
             loaded if again else None,
             _moving.sources,
         )
     finally:
         _moving.ours, _moving.indices, _moving.kernels, _moving.sources = False, None, (), ()
+        _moving.built = {}
 
 
 def _install() -> None:
@@ -286,17 +310,22 @@ def _install() -> None:
             return
 
         def deserialize(entry: Any, *rest: Any, **named: Any) -> Any:
-            if _moving.ours:
-                if not _moving.again:
-                    # torch copies the whole entry, in case somebody wants to save it again.
-                    entry.__deepcopy__ = lambda memo: entry
-                for graph in _graphs(entry):
-                    triton_names.rebase(graph)
-                    if _moving.indices is not None:
-                        _move_graph(graph, *_moving.indices)
-                    _moving.kernels += tuple(triton_names.launched(graph))
-                    _moving.sources += (graph.source_code,)
-            return original(entry, *rest, **named)
+            if not _moving.ours:
+                return original(entry, *rest, **named)
+            if not _moving.again:
+                # torch copies the whole entry, in case somebody wants to save it again.
+                entry.__deepcopy__ = lambda memo: entry
+            graphs = dict(_graphs(entry))
+            for graph in graphs.values():
+                triton_names.rebase(graph)
+                if _moving.indices is not None:
+                    _move_graph(graph, *_moving.indices)
+                _moving.kernels += tuple(triton_names.launched(graph))
+                _moving.sources += (graph.source_code,)
+            made = original(entry, *rest, **named)
+            for part, graph in graphs.items():
+                _note_built(part, graph)
+            return made
 
         deserialize._compilecache = True  # type: ignore[attr-defined]
         results.deserialize_bundled_cache_entry = deserialize
@@ -315,11 +344,19 @@ def _unless_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 _NO_GUARDS = object()
 
 
-def _graphs(entry: Any) -> Iterator[Any]:
+def _graphs(entry: Any) -> Iterator[tuple[str, Any]]:
     """Forward and backward of a bundled entry."""
-    for part in (entry.compiled_fw, entry.compiled_bw):
+    for name, part in (("forward", entry.compiled_fw), ("backward", entry.compiled_bw)):
         if part is not None:
-            yield part.result
+            yield name, part.result
+
+
+def _note_built(part: str, graph: Any) -> None:
+    for name, kernel in triton_names.built(graph):
+        known = f"{part} {name}"
+        _moving.built[known] = kernel
+        if won := _moving.settled.get(known):
+            triton_names.settle(kernel, won)
 
 
 def _move_graph(graph: Any, old: int, new: int) -> None:

@@ -18,6 +18,7 @@ from compilecache.torch_names import absent
 
 _PLACES = {
     "torch._inductor.async_compile": ["CompiledTritonKernels.key"],
+    "torch._inductor.codecache": ["PyCodeCache.modules"],
     "torch._inductor.runtime.cache_dir_utils": ["cache_dir", "triton_cache_dir"],
     "torch._inductor.runtime.hints": ["DeviceProperties"],
     "torch._inductor.runtime.runtime_utils": ["triton_hash_to_path_key"],
@@ -40,6 +41,20 @@ def launched(graph: Any) -> Iterator[tuple[str, Any]]:
     bundle = getattr(graph, "_triton_bundle", None)
     for autotuner in bundle.static_autotuners if bundle is not None else ():
         yield autotuner.cache_key, autotuner.kernel
+
+
+def built(graph: Any) -> Iterator[tuple[str, Any]]:
+    """Name and object of the kernels that a loaded graph's code has built from their sources.
+
+    torch bundles only those that its own launcher takes.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    key, ready = graph.cache_key, [kernel for _, kernel in launched(graph)]
+    of_graph = (m for m in reversed(PyCodeCache.modules) if getattr(m, "key", None) == key)
+    for name, thing in vars(next(of_graph, object)).items():
+        if hasattr(thing, "launchers") and not any(thing is kernel for kernel in ready):
+            yield name, thing
 
 
 # -- what is bundled ------------------------------------------------------------------------
@@ -187,6 +202,20 @@ def _launched_by(kernel: Any, launchers: Sequence[Any], bundled: Any) -> tuple[l
     return found, ""
 
 
+def winner(kernel: Any) -> str | None:
+    """Which of several configurations a kernel has settled on, in words; None where it is unsure."""
+    if len(kernel.launchers) != 1 or not hasattr(kernel.launchers[0], "config"):
+        return None
+    return str(_config(kernel.launchers[0].config))
+
+
+def settle(kernel: Any, won: str) -> None:
+    """Leaves a kernel with the configuration of ``winner``, unless it has none such."""
+    found = [k for k in kernel.launchers if str(_config(getattr(k, "config", None))) == won]
+    if len(kernel.launchers) > 1 and found:
+        kernel.launchers = found[:1]
+
+
 def _unloaded(result: Any) -> Any:
     """A compiled configuration as it was before its binary was loaded."""
     plain = copy.copy(result)
@@ -213,6 +242,8 @@ def _artifacts_of(folder: str, device: int) -> list[Any]:
 
 def _config(config: Any) -> tuple[Any, ...]:
     """What tells the configurations of a kernel apart."""
+    if config is None:
+        return ()
     return (*sorted(config.kwargs.items()), config.num_warps, config.num_stages)
 
 

@@ -131,7 +131,7 @@ class OfflineEngine:
                 with absent_gpu.refusing():
                     made, header = make_program(target, function, args, kwargs, harness.options)
                 loaded = aot_names.load(made.data, function, header.imports)
-            data, incomplete = aot_names.completed(made.function, loaded.kernels, function)
+            data, incomplete = aot_names.completed(made.function, loaded, function)
             header = header.model_copy(update={**sealed(data), "profile": self._profile})
             path = write_program(harness.cache.root, header, data)
             seen.seconds = time.perf_counter() - began, 0.0

@@ -79,6 +79,8 @@ class Header(BaseModel):
     """Attributes and globals that the trace read."""
     unchecked: tuple[str, ...] = ()
     """Expressions that the trace depended on and that nobody can look up again."""
+    settled: dict[str, str] = {}
+    """Kernels that torch builds while loading → the configuration that was fastest."""
     reference: dict[str, Summary] | None = None
     """What the canary expects on another device; None where there is no other."""
     profile: GpuProfile | None = None

@@ -139,17 +139,22 @@ class Way:
     def _keep_winners(self, target: CompileTarget, function: nn.Module) -> None:
         """What the runs have settled is settled for whoever loads the program."""
         assert self.header is not None
-        if self.loaded is None or not self.loaded.kernels:
+        if self.loaded is None or not (self.loaded.kernels or self.loaded.built):
             return
         made = self.made.function if self.made is not None else self.loaded.function
         try:
-            self.data, untuned = aot_names.tuned(made, self.loaded.kernels, function)
+            tuned = aot_names.tuned(made, self.loaded, function)
         except Exception as error:  # of torch's own; the program is as good, only slower to load
             logger.warning("compilecache: a program keeps untuned kernels: %s", first_line(error))
             return
-        for kernel in untuned:
+        for kernel in tuned.untuned:
             logger.info("compilecache: a kernel is tuned wherever it is loaded: %s", kernel)
-        changes = {**sealed(self.data), "device": target.device}  # for which it was saved once more
+        self.data = tuned.data
+        changes = {
+            **sealed(self.data),
+            "settled": dict(tuned.settled),
+            "device": target.device,  # for which it was saved once more
+        }
         self.header = self.header.model_copy(update=changes)
 
     def _moves(self, target: CompileTarget) -> bool:
@@ -195,7 +200,12 @@ class Way:
             indices = torch.device(header.device).index, torch.device(target.device).index
         try:
             self.loaded = loaded = aot_names.load(
-                self.data, function, header.imports, indices, again=header.profile is not None
+                self.data,
+                function,
+                header.imports,
+                indices,
+                header.settled,
+                again=header.profile is not None,
             )
         except Exception as error:  # whatever torch raises for what it cannot take
             raise NoProgram(first_line(error)) from error

@@ -105,6 +105,21 @@ def report(warm: Warm) -> dict[str, object]:
     return json.loads(warm.report.model_dump_json())  # type: ignore[no-any-return]
 
 
+def kernels_timed() -> list[str]:
+    """Names of those that torch times from now on, to choose between their configurations."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    timed: list[str] = []
+    original = CachingAutotuner.benchmark_all_configs
+
+    def noting(self: CachingAutotuner, *args: object, **kwargs: object) -> object:
+        timed.append(str(self.inductor_meta.get("kernel_name")))
+        return original(self, *args, **kwargs)
+
+    CachingAutotuner.benchmark_all_configs = noting
+    return timed
+
+
 def main() -> None:
     """See above."""
     plan_file, store, root, devices, *more = sys.argv[1:]
@@ -115,10 +130,11 @@ def main() -> None:
     ]
     weights = [model.fc.weight.detach().double().sum().item() for model in models]
     trace_effect()
+    timed = kernels_timed()
     before = torch_names.counts()
     warm = ensure_warm(models, plan, store=store, root=root)
     frames = torch_names.counts().since(before).frames
-    said: dict[str, object] = {"report": report(warm), "frames": frames}
+    said: dict[str, object] = {"report": report(warm), "frames": frames, "timed": timed}
     said["unchanged"] = weights == [m.fc.weight.detach().double().sum().item() for m in models]
     length = plan.sizes()[0]
     if "train" in more:

@@ -85,13 +85,14 @@ def test_threads_call_programs_while_another_thread_traces(programs: Programs) -
 
 
 def test_a_fresh_process_restores_and_traces_nothing(programs: Programs) -> None:
-    """Not one frame, launch or miss; on both devices by what was published."""
+    """Not one frame, launch or miss, no kernel timed; on both devices by what was published."""
     said = programs.process("restored", DEVICES, "train")
     for row in said["report"]["targets"]:
         assert row["status"] == "restored", row
         assert row["evidence"]["launches"] == 0, row
         assert row["evidence"]["foreign_files"] == [], row
     assert said["frames"] == 0
+    assert said["timed"] == []
     assert said["steps"][0]["loss"] == pytest.approx(programs.cold["steps"][0]["loss"], rel=1e-6)
 
 

@@ -401,6 +401,31 @@ def test_kernels_travel_in_the_configuration_that_won(
     assert str(tmp_path).encode() not in names["__grp__k.json"]
 
 
+def test_kernels_that_are_built_while_loading_are_settled_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last code of that key counts; what comes ready is not built; an unknown winner changes nothing."""
+    from torch._inductor.codecache import PyCodeCache
+
+    ready, open_kernel = _live(4, 4, 8), _live(4, 4, 8)
+    open_kernel.launchers = [SimpleNamespace(config=_Config({"RBLOCK": b})) for b in (4, 8)]
+    code = SimpleNamespace(key="key", ready=ready, red=open_kernel, call=len)
+    older, other = SimpleNamespace(key="key", red=ready), SimpleNamespace(key="other", red=ready)
+    monkeypatch.setattr(PyCodeCache, "modules", [older, code, other])
+    bundle = SimpleNamespace(static_autotuners=[SimpleNamespace(cache_key="k", kernel=ready)])
+    graph = SimpleNamespace(cache_key="key", _triton_bundle=bundle)
+    assert dict(triton_names.built(graph)) == {"red": open_kernel}
+    assert not dict(triton_names.built(SimpleNamespace(cache_key="none", _triton_bundle=None)))
+    assert triton_names.winner(open_kernel) is None
+    won = triton_names.winner(_live(8, 4, 8))
+    assert won is not None
+    triton_names.settle(open_kernel, "something else")
+    assert len(open_kernel.launchers) == 2
+    triton_names.settle(open_kernel, won)
+    assert [launcher.config.kwargs for launcher in open_kernel.launchers] == [{"RBLOCK": 8}]
+    assert triton_names.winner(open_kernel) == won
+
+
 def _properties(index: int) -> Any:
     from torch._inductor.runtime.hints import DeviceProperties
 
