@@ -10,6 +10,7 @@ from compilecache.cachedir import LOCK_TIMEOUT, CacheDir
 from compilecache.exchange import Exchange
 from compilecache.extraexchange import ExtraExchange
 from compilecache.extras import ExtraRoot
+from compilecache.fingerprint import Fingerprint
 from compilecache.gpuprofile import GpuProfile
 from compilecache.picture.last import keep_report
 from compilecache.pipeline import Job, warm
@@ -88,12 +89,14 @@ def publish_plan(
     *,
     lock_timeout: float = LOCK_TIMEOUT,
     extras: tuple[ExtraRoot, ...] = (),
+    mark: Fingerprint | None = None,
 ) -> Publication:
     """Publishes the plan's complete targets, and what extra roots hold.
 
-    Raises LockTimeout, StoreUnavailable.
+    ``mark``: the fingerprint, where it is known; else the model is built to find it. Raises LockTimeout,
+    StoreUnavailable.
     """
-    mark = fingerprint_for(plan, devices[0])
+    mark = mark or fingerprint_for(plan, devices[0])
     targets = {target.key: target for target in plan.targets(devices)}
     exchange = Exchange(cache, store, mark, targets)
     with cache.lock("publishing", timeout=lock_timeout):
