@@ -3,11 +3,14 @@
 compile  the plan by ``compilecache warm --gpu-profile`` without a GPU, and natively on the first one
 first    a fresh process with all devices: compiler launches, canaries against eager, what is settled
 pair     per device a fresh process that loads both: kernels, losses, gradients, steps in turn
+baked    published offline into a folder for an image, pulled from it into an empty root, used by the trainer in
+         threads on all devices, sealed
 Every row is written as soon as it is known. Parts of one commit and setting go together; --folder keeps
 what was compiled for a later call.
 Usage: offline.py [--preset tiny|qwen3-4b] [--devices cuda:0,cuda:1] [--seq-lens 512,1024,1536]
-[--parts compile,first,pair] [--folder DIR] [--no-native] [--json]
-On a machine without a GPU the part compile alone runs, and reports its time and memory.
+[--parts compile,first,pair,baked] [--folder DIR] [--no-native] [--json]
+On a machine without a GPU the part compile alone runs, and reports its time and memory; baked, where it is asked
+for, ends with the pull.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +31,8 @@ from typing import Any
 import torch
 from programs import Bench, Setting, Sheet, name_of, note
 from results import Row, table
+
+from compilecache import ShapePlan
 
 HERE = Path(__file__).parent
 NO_GPU = torch.cuda.device_count() == 0
@@ -57,14 +63,16 @@ class Offline(Bench):
         note(f"profile {mine['name']}, unlike the shipped one: {other}")
         return str(path)
 
-    def command(self, *words: str, package: str = "compilecache") -> tuple[str, float, int]:
-        """Standard output of a command, its seconds, and the MB of its largest process so far."""
+    def command(
+        self, *words: str, package: str = "compilecache", script: str = ""
+    ) -> tuple[str, float, int]:
+        """Standard output of a command or a script, its seconds, and the MB of its largest process so far."""
         environment = {**self._environment(self.folder / "command")}
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             environment.pop(name)
         began = time.perf_counter()
         ended = subprocess.run(
-            [sys.executable, "-m", package, *words],
+            [sys.executable, *([str(HERE / script)] if script else ["-m", package]), *words],
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
@@ -174,10 +182,70 @@ def pair(bench: Offline, sheet: Sheet) -> None:
     sheet.add(Row("offline_kernels_missing", missing, "kernels", against, missing, None, "<= 0"))
 
 
+STEPS = 15
+"""Of the trainer."""
+
+
+def baked(bench: Offline, sheet: Sheet) -> None:
+    """What the part compile left is baked; without it, it is compiled here."""
+    folder, devices = bench.folder / "baked", ",".join(bench.setting.devices)
+    image, root = folder / "image", folder / "root"
+    cleared(folder)
+    plan = folder / "plan.yaml"
+    known = ShapePlan.load(bench.own_plan())
+    plan.write_text(known.model_copy(update={"engine": "program"}).dump(), encoding="utf-8")
+    said, seconds, _ = bench.command(
+        "run", str(plan), "--gpu-profile", bench.profile(), "--store", "none",
+        "--root", str(bench.folder / "offline-root"), "--bake", str(image), package="warmup",
+    )  # fmt: skip
+    line = json.loads(said)
+    note(f"baked {line['baked']} targets in {seconds:.1f} s, {line['compiled']} of them compiled")
+    words = ("pull", str(plan), "--baked", str(image), "--store", "none", "--root", str(root))
+    where = ("--device", devices)
+    if NO_GPU:
+        where = ("--device", "cuda:0", "--fingerprint", line["fingerprint"])
+    said, seconds, _ = bench.command(*words, *where, package="warmup")
+    pulled = json.loads(said)
+    note(f"pulled {pulled['restored']} targets of {pulled['targets']}: {seconds:.1f} s")
+    if NO_GPU:
+        sheet.leave_out("offline_baked_compiles", "this machine has no GPU")
+        sheet.leave_out("offline_baked_steps", "this machine has no GPU")
+        return
+    said, _, _ = bench.command(
+        "--plan", str(plan), "--devices", devices, "--root", str(root), "--steps", str(STEPS),
+        script="offline_trainer.py",
+    )  # fmt: skip
+    trained(json.loads(said.splitlines()[-1]), sheet)
+
+
+def trained(answer: Answer, sheet: Sheet) -> None:
+    """What the trainer has seen."""
+    rows, steps = answer["report"]["targets"], answer["summary"]["steps"]
+    wrong = [row for row in rows if row["status"] not in ("local", "rewritten")]
+    sheet.remark("trained from the image", [f"{r['target']}: {r['status']} {r['notes']} {r['error']}" for r in wrong]
+                 + answer["report"]["gave_up"] + answer["launched"])  # fmt: skip
+    note(f"trained {steps} steps, loss {answer['summary']['last_loss']:.4g}, warm after "
+         f"{answer['seconds']:.1f} s, {answer['refused']} calls refused")  # fmt: skip
+    compiles = answer["summary"]["compiles_after_prime"] + len(answer["launched"])
+    sheet.add(Row("offline_baked_compiles", compiles, "compiles", "targets", compiles / len(rows), len(rows),
+                  "<= 0", passed=compiles == 0 and not wrong and not answer["refused"]))  # fmt: skip
+    sheet.add(Row("offline_baked_steps", steps, "steps"))
+
+
+def cleared(folder: Path) -> None:
+    """Empty, also where a baked cache lies in it, which nobody may write."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
 PARTS: dict[str, Callable[[Offline, Sheet], None]] = {
     "compile": compile_both,
     "first": first,
     "pair": pair,
+    "baked": baked,
 }
 
 
@@ -206,7 +274,7 @@ def main() -> int:
     parser.add_argument("--devices", "--device", default="cuda:0")
     parser.add_argument("--seq-lens", help="[256; 512,1024,1536 if not tiny]")
     parser.add_argument("--anchors", type=int, help="blocks a row [64; the preset's own if tiny]")
-    parser.add_argument("--parts", default="compile" if NO_GPU else "compile,first,pair")
+    parser.add_argument("--parts", default="compile" if NO_GPU else "compile,first,pair,baked")
     parser.add_argument("--repeats", type=int, default=20, help="rounds ABBA of steps")
     parser.add_argument("--folder", type=Path, help="keep there what was compiled")
     parser.add_argument("--json", action="store_true")
