@@ -12,6 +12,7 @@ import sys
 import time
 from itertools import accumulate, cycle, islice
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -66,14 +67,14 @@ def main() -> None:
     options = parser.parse_args()
     plan = ShapePlan.load(options.plan)
     workload = workload_of_plan(plan)
-    drafters = [workload.build(torch.device(device)) for device in options.devices.split(",")]
-    assert all(isinstance(drafter, Drafter) for drafter in drafters)
+    devices = [torch.device(name) for name in options.devices.split(",")]
+    drafters = [cast(Drafter, workload.build(device)) for device in devices]
     trainer = Trainer(
         TrainSettings(steps=options.steps),
         plan=plan,
         rows=rows_for(plan),
         drafters=drafters,
-        targets=[TableTarget(drafters[0], drafters[0].device)],
+        targets=[TableTarget(drafters[0], devices[0])],
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     began = time.perf_counter()
