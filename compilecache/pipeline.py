@@ -189,6 +189,7 @@ class _Warming:
             self._progress.doing("restoring", f"from {self._job.baked.url}")
             with self._surviving("restoring what came with the image"):
                 self._arrived(self._exchange.restore_from(self._job.baked))
+                self._arrived(self._exchange.restore_settled())
         if self._job.store is None or not self._exchange.missing:
             return
         self._progress.doing("restoring", f"from {self._job.store.url}")
