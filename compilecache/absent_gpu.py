@@ -8,29 +8,27 @@ and this Triton do not have.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import os
-import re
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from compilecache import absent_context, absent_driver, undecided
 from compilecache.errors import PlanError
 from compilecache.gpuprofile import GpuProfile
 from compilecache.torch_names import absent
+from compilecache.undecided import Refused
 
-_PLACES = {
+_CUDA_PLACES = {
     "torch": ["_TorchCompileInductorWrapper.__call__"],
     "torch.cuda": [
         "is_available",
@@ -40,11 +38,15 @@ _PLACES = {
         "get_rng_state",
         "set_rng_state",
         "is_current_stream_capturing",
+        "memory_stats",
         "_exchange_device",
         "_maybe_exchange_device",
         "_lazy_init",
     ],
-    "torch._C": ["_ensureCUDADeviceGuardSet"],
+    "torch.cuda.memory": ["memory_stats"],
+}
+_PLACES = {
+    **_CUDA_PLACES,
     "torch._subclasses.fake_tensor": ["FakeTensorMode.avoid_device_init"],
     "torch._subclasses.meta_utils": ["MetaConverter"],
     "torch._inductor.async_compile": [
@@ -53,34 +55,17 @@ _PLACES = {
         "shutdown_compile_workers",
     ],
     "torch._inductor.fx_passes.joint_graph": ["UniformValueConstantFolder.run"],
-    "torch._inductor.runtime.static_triton_launcher": [
-        "StaticallyLaunchedTritonKernel.load_kernel"
-    ],
+    "torch._inductor.fx_passes.pad_mm": ["get_cached_should_pad", "should_pad"],
+    "torch._inductor.graph": ["GraphLowering.run"],
+    "torch._inductor.runtime.benchmarking": ["Benchmarker.benchmark", "Benchmarker.benchmark_gpu"],
+    "torch._inductor.runtime.triton_heuristics": ["CachingAutotuner._make_launchers"],
     "torch.utils._python_dispatch": ["_disable_current_modes"],
-    "triton.backends.compiler": ["GPUTarget"],
-    "triton.backends.nvidia.driver": ["CudaDriver"],
-    "triton.runtime.errors": ["OutOfResources"],
-    "triton.runtime": ["driver.set_active"],
 }
-
-_HOOKS_HEADER = Path("ATen", "detail", "AcceleratorHooksInterface.h")
-_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
-"""``at::detail::getCUDAHooks()``."""
-_CONTEXT = "hasPrimaryContext"
-
-
-class Refused(Exception):
-    """Something that only a real GPU can answer was asked; in words, with the line that asked."""
 
 
 def missing() -> list[str]:
     """Names used here that this torch or this Triton does not have; each as an import path."""
-    found = absent(_PLACES)
-    if not hasattr(_library("libtorch_cpu.so"), _HOOKS):
-        found.append("at::detail::getCUDAHooks")
-    if _slot() is None:
-        found.append(f"at::AcceleratorHooksInterface::{_CONTEXT}")
-    return found
+    return [*absent(_PLACES), *absent_driver.missing(), *absent_context.missing()]
 
 
 def install(profile: GpuProfile) -> None:
@@ -90,19 +75,24 @@ def install(profile: GpuProfile) -> None:
     """
     if "torch._dynamo" in sys.modules:
         raise RuntimeError("torch._dynamo is imported already: install() belongs before that")
+    _refuse_lacking(absent(_CUDA_PLACES))  # before they are set
     _replace_device(profile)
-    if lacking := missing():
+    _refuse_lacking(missing())
+    _replace_generator()
+    absent_driver.install(profile)
+    _replace_fake_tensors()
+    absent_context.install()
+    _replace_folding()
+    _replace_timing()
+
+
+def _refuse_lacking(names: list[str]) -> None:
+    if names:
         raise PlanError(
-            f"this torch has no {', '.join(lacking)}",
+            f"this torch has no {', '.join(names)}",
             next_step="Compile on the GPU itself, or with a torch of docs/offline-compile.md",
             field="gpu_profile",
         )
-    _replace_generator()
-    _replace_driver(profile)
-    _replace_fake_tensors()
-    _replace_context()
-    _replace_launcher(profile)
-    _replace_folding()
 
 
 def start_workers() -> None:
@@ -156,15 +146,18 @@ def _replace_device(profile: GpuProfile) -> None:
     cuda: Any = torch.cuda
     properties = SimpleNamespace(**profile.properties())
     cuda.is_available = lambda: True
-    cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
     cuda.get_device_properties = lambda device=None: properties
     cuda._exchange_device = lambda device: 0
     cuda._maybe_exchange_device = lambda device: 0
     cuda.is_current_stream_capturing = lambda: False
-    cuda.get_rng_state = _no_random_state
     cuda.set_rng_state = lambda state, device=0: None
     cuda._lazy_init = _refuse_cuda
+    for name, answer in (("device_count", lambda: 1), ("get_rng_state", _no_random_state)):
+        setattr(cuda, name, _for_torch_alone(name, answer))
+    memory: Any = importlib.import_module("torch.cuda.memory")
+    for module in (cuda, memory):
+        module.memory_stats = _for_torch_alone("memory_stats", dict)
 
 
 _COMPILER = f"{os.sep}torch{os.sep}_dynamo{os.sep}"
@@ -176,23 +169,40 @@ def _no_random_state(device: object = 0) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8)
 
 
+def _for_torch_alone(name: str, answer: Any) -> Any:
+    """An answer that will do for torch's own use; a workload would get one of no GPU."""
+
+    def asked(*args: Any, **named: Any) -> Any:
+        frames = traceback.extract_stack()
+        frames.pop()
+        asking = next(frame for frame in reversed(frames) if frame.filename not in _CUDA)
+        if undecided.is_users(asking.filename):
+            _refuse(name, frames)
+        return answer(*args, **named)
+
+    return asked
+
+
+_CUDA = tuple(str(Path(torch.cuda.__file__).parent / name) for name in ("__init__.py", "memory.py"))
+"""Where a workload's questions come in."""
+
+
 def _refuse_cuda() -> None:
     """A workload that reads CUDA state would get an answer of no GPU; torch's compiler only waits for it."""
     frames = traceback.extract_stack()
     frames.pop()
-    if any(_COMPILER in frame.filename for frame in frames):
-        return
-    asked = next(frame.name for frame in reversed(frames) if frame.name != "_lazy_init")
-    raise Refused(f"torch.cuda.{asked} needs the GPU itself, at {user_line(frames)}")
+    if not any(_COMPILER in frame.filename for frame in frames):
+        _refuse("_lazy_init", frames)
 
 
-def user_line(frames: traceback.StackSummary) -> str:
-    """The innermost line that is not torch's own nor this library's: "model.py:70 in forward"."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    for frame in reversed(frames):
-        if not frame.filename.startswith((*own, "<")):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return "no line of yours"
+def _refuse(name: str, frames: traceback.StackSummary) -> NoReturn:
+    """``frames``: from the start of the process to the one that called the function of this name."""
+    names = [frame.name for frame in frames]
+    asked = next(
+        (i for i in reversed(range(len(frames))) if undecided.is_users(frames[i].filename)), -1
+    )
+    words = [*names, name][asked + 1]
+    raise Refused(f"torch.cuda.{words} needs the GPU itself, at {undecided.user_line(frames)}")
 
 
 def _replace_generator() -> None:
@@ -214,104 +224,6 @@ def _replace_generator() -> None:
             return found
 
     torch.Generator = Generator  # type: ignore[misc]
-
-
-# -- Triton ------------------------------------------------------------------------------------
-
-
-def _replace_driver(profile: GpuProfile) -> None:
-    """Triton is told what to generate code for, and what became of a binary.
-
-    Compile workers are forked from this process, so they are told, too.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.driver import CudaDriver
-
-    major, minor = profile.capability
-    target = GPUTarget("cuda", major * 10 + minor, profile.warp_size)
-
-    class AbsentDriver(CudaDriver):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.utils = _Binaries(profile)
-            self.launcher_cls = _Launcher
-            self.get_current_device = lambda: 0
-            self.set_current_device = lambda device: None
-            self.get_current_stream = lambda device=0: 0
-            self.get_device_capability = lambda device=0: profile.capability
-
-        def get_current_target(self) -> Any:
-            return target
-
-    triton.runtime.driver.set_active(AbsentDriver())
-
-
-class _Launcher:
-    """Launches nothing."""
-
-    def __init__(self, source: object, metadata: object) -> None:
-        self.launch = self
-
-    def __call__(self, *args: object) -> None:
-        raise Refused("a kernel would have been launched")
-
-
-class _Binaries:
-    """What Triton's driver says of a binary that it loads."""
-
-    def __init__(self, profile: GpuProfile) -> None:
-        self._profile = profile
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        """Only what is asked for."""
-        return {"max_shared_mem": self._profile.shared_memory_per_block_optin}
-
-    def load_binary(
-        self, name: str, binary: bytes, shared: int, device: int
-    ) -> tuple[int, int, int, int, int]:
-        """Module, function, registers, spills, threads a block at most."""
-        with NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(binary)
-            file.flush()
-            registers, stack = resources(Path(file.name))
-        warp = self._profile.warp_size
-        fit = self._profile.regs_per_multiprocessor // (max(registers, 1) * warp) * warp
-        return 0, 0, registers, stack // 4, min(fit, self._profile.max_threads_per_block)
-
-
-def _replace_launcher(profile: GpuProfile) -> None:
-    """A kernel is not loaded; how many registers it takes is read from its binary."""
-    from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedTritonKernel
-    from triton.runtime.errors import OutOfResources
-
-    limit = profile.shared_memory_per_block_optin
-
-    def load_kernel(self: Any, device: int) -> None:
-        if self.function is not None:
-            return
-        if self.shared > limit:
-            raise OutOfResources(self.shared, limit, "shared memory")
-        self.n_regs, stack = resources(Path(self.cubin_path))
-        self.n_spills, self.function = stack // 4, 0
-
-    StaticallyLaunchedTritonKernel.load_kernel = load_kernel  # type: ignore[method-assign]
-
-
-def resources(cubin: Path) -> tuple[int, int]:
-    """Registers a thread and bytes of stack of the one kernel of a binary, as cuobjdump says."""
-    command = [str(_cuobjdump()), "-res-usage", str(cubin)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {said[:200]!r}")
-    return int(found[1]), int(found[2])
-
-
-@functools.cache
-def _cuobjdump() -> Path:
-    import triton
-
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 # -- fake tensors ------------------------------------------------------------------------------
@@ -358,117 +270,79 @@ def _replace_folding() -> None:
     UniformValueConstantFolder.run = run  # type: ignore[method-assign]
 
 
-# -- autograd ----------------------------------------------------------------------------------
-
-
-def _replace_context() -> None:
-    """Autograd asks whether the device of a gradient has a context: it has none, and that is fine.
-
-    Asked for a device that is not there, torch's own answer is an error. The question goes through the
-    table of virtual functions of one object; its place in it is counted in the header that torch ships.
-    """
-    torch._C._ensureCUDADeviceGuardSet()
-    slot = _slot()
-    assert slot is not None
-    get_hooks = getattr(_library("libtorch_cpu.so"), _HOOKS)
-    get_hooks.restype = ctypes.c_void_p
-    table = ctypes.POINTER(ctypes.c_void_p).from_address(get_hooks())
-    before, size = 2, 128  # what lies before the first function: offset and type
-    start = ctypes.addressof(table.contents) - before * ctypes.sizeof(ctypes.c_void_p)
-    copied = (ctypes.c_void_p * (before + size))()
-    ctypes.memmove(copied, start, ctypes.sizeof(copied))
-    copied[before + slot] = ctypes.cast(_no_context, ctypes.c_void_p).value
-    _KEPT.append(copied)
-    first = ctypes.addressof(copied) + before * ctypes.sizeof(ctypes.c_void_p)
-    ctypes.c_void_p.from_address(get_hooks()).value = first
-
-
-_KEPT: list[Any] = []
-"""What C++ holds on to."""
-
-
-_no_context = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(
-    lambda hooks, device: True
-)
-
-
-@functools.cache
-def _slot() -> int | None:
-    """Place of the question among the virtual functions; a destructor takes two."""
-    header = Path(torch.__file__).parent / "include" / _HOOKS_HEADER
-    try:
-        text = header.read_text(encoding="utf-8")
-    except OSError:
-        return None
-    names: list[str] = re.findall(r"^\s*virtual\s[^;{]*?(~?\w+)\(", text, re.MULTILINE)
-    if _CONTEXT not in names:
-        return None
-    before = names[: names.index(_CONTEXT)]
-    return len(before) + sum(name.startswith("~") for name in before)
-
-
-def _library(name: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
-
-
 # -- what is refused -----------------------------------------------------------------------------
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
     """While a graph is compiled, what a GPU would have to decide is an error that names its line."""
+    import torch._inductor.config as config
+    from torch._inductor.graph import GraphLowering
+
     wrapper: Any = torch._TorchCompileInductorWrapper
-    original = wrapper.__call__
+    compile_graph, lower = wrapper.__call__, GraphLowering.run
 
-    def checked(self: Any, graph: Any, inputs: Any) -> Any:
-        refuse_undecided(graph.graph)
-        return original(self, graph, inputs)
+    def compile_checked(self: Any, graph: Any, inputs: Any) -> Any:
+        undecided.refuse_settings(self.config, config)
+        undecided.refuse_operations(graph)
+        try:
+            return compile_graph(self, graph, inputs)
+        except Exception as error:
+            if kernel := _too_large(error):
+                line = undecided.kernel_line(error, kernel, graph)
+                raise Refused(f"{kernel}, at {line}: {undecided.MEMORY}") from error
+            raise
 
-    wrapper.__call__ = checked
+    def lower_checked(self: Any, *args: Any) -> Any:
+        undecided.refuse_operations(self.module)  # of an operator that is traced only now
+        return lower(self, *args)
+
+    wrapper.__call__, GraphLowering.run = compile_checked, lower_checked  # type: ignore[method-assign]
     try:
         yield
     finally:
-        wrapper.__call__ = original
+        wrapper.__call__, GraphLowering.run = compile_graph, lower  # type: ignore[method-assign]
 
 
-def refuse_undecided(graph: torch.fx.Graph) -> None:
-    """Raises Refused for an operation of a traced graph whose code the GPU itself decides."""
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", str(node.target))
-        if name == "scaled_dot_product_attention" and not _only_math():
-            why = "torch asks the GPU which kernel it takes"
-        elif "triton_kernel_wrapper" in name:
-            why = "a Triton kernel of your own is launched in another way than torch's"
-        else:
-            continue
-        raise Refused(f"{name}, at {node_line(node)}: {why}")
+def _too_large(error: BaseException) -> str | None:
+    """The kernel of which no configuration could be loaded, where that is what went wrong."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_make_launchers":
+            kernel = frame.f_locals["self"]
+            return str(kernel.inductor_meta.get("kernel_name"))
+    return None
 
 
-def _only_math() -> bool:
-    """Whether the only kernel that is allowed needs nobody to be asked."""
-    backends: Any = torch.backends.cuda
-    fused = (
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-    )
-    return not any(fused)
+def _replace_timing() -> None:
+    """Nothing is timed: nobody is to take what comes first for the fastest."""
+    from torch._inductor.fx_passes import pad_mm
+    from torch._inductor.runtime.benchmarking import Benchmarker
+
+    known, should_pad = pad_mm.get_cached_should_pad, pad_mm.should_pad
+
+    def refuse(*args: Any, **named: Any) -> Any:
+        raise Refused(f"torch would time kernels on the GPU, at {_line_here()}")
+
+    def cached(key: str) -> bool:
+        if (answer := known(key)) is None:
+            raise _Asked
+        return answer
+
+    def checked(match: Any, *args: Any, **named: Any) -> bool:
+        try:
+            return should_pad(match, *args, **named)
+        except _Asked:
+            node = match.output_node()
+            words = f"{undecided.operation(node)}, at {undecided.node_line(node)}"
+            raise Refused(f"{words}: {undecided.PADDING}") from None
+
+    pad_mm.get_cached_should_pad, pad_mm.should_pad = cached, checked
+    Benchmarker.benchmark = Benchmarker.benchmark_gpu = refuse  # type: ignore[method-assign]
 
 
-def node_line(node: torch.fx.Node) -> str:
-    """Where in somebody's source a node was traced: "model.py:70 in forward"."""
-    frames = re.findall(r'File "(.+)", line (\d+), in (.+)', node.stack_trace or "")
-    path, number, function = frames[-1] if frames else ("", "", "")
-    return f"{path}:{number} in {function}" if path else "no line of yours"
+class _Asked(Exception):
+    """torch does not know, and would time it."""
 
 
-def words_of(error: BaseException) -> str:
-    """What went wrong, in one line, with the innermost line of the workload."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, Refused):
-            return str(found)
-        found = found.__cause__ or found.__context__
-    first = (str(error).strip().splitlines() or [""])[0][:300]
-    where = user_line(traceback.extract_tb(error.__traceback__))
-    return f"{type(error).__name__}: {first} (at {where})"
+def _line_here() -> str:
+    return undecided.user_line(traceback.extract_stack())

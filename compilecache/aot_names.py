@@ -97,7 +97,12 @@ def make(
         chosen = {**torch._inductor.list_mode_options(mode, False), **chosen}
     chosen["guard_filter_fn"] = note
     choice |= {"fullgraph": True, "dynamic": False, "options": chosen}
-    with config.patch(enable_aot_compile=True), _one_rank(), triton_names.binaries_only():
+    with (
+        config.patch(enable_aot_compile=True),
+        _one_rank(),
+        triton_names.short_names(),
+        triton_names.binaries_only(),
+    ):
         compiled: Any = torch.compile(type(function).forward, **choice)
         made = compiled.aot_compile(((function, *args), dict(kwargs)))
     info = made.source_info()

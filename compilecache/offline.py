@@ -190,10 +190,19 @@ def main() -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")
     request = Request.model_validate_json(Path(sys.argv[1]).read_bytes())
+    from compilecache.undecided import Refused
+
     try:
         result = Result(report=carry_out(request))
     except CompileCacheError as error:
         result = Result(failure=Failure.of(error))
+    except Refused as error:  # by the workload, while it built its model
+        failed = CompileFailed(
+            f"the model cannot be built without its GPU: {error}",
+            next_step="Let the workload not ask the GPU, or compile where it is",
+            target="offline process",
+        )
+        result = Result(failure=Failure.of(failed))
     Path(sys.argv[2]).write_text(result.model_dump_json(), encoding="utf-8")
 
 

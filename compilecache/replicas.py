@@ -22,7 +22,7 @@ def build_replicas(workload: Workload, devices: Sequence[str]) -> Iterator[Repli
 
 def build_fakes(workload: Workload, devices: Sequence[str]) -> Iterator[Replica]:
     """Models without data, for devices that are not there. Raises PlanError naming the line at fault."""
-    from compilecache import absent_gpu
+    from compilecache import absent_gpu, undecided
 
     for device in devices:
         try:
@@ -32,7 +32,7 @@ def build_fakes(workload: Workload, devices: Sequence[str]) -> Iterator[Replica]
             raise
         except Exception as error:
             raise PlanError(
-                f"the model cannot be built without its GPU: {absent_gpu.words_of(error)}",
+                f"the model cannot be built without its GPU: {undecided.words_of(error)}",
                 next_step="Compile it where the GPU is, or change what is named",
                 field="workload",
             ) from error

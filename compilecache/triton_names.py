@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from compilecache.torch_names import absent
 _PLACES = {
     "torch._inductor.async_compile": ["CompiledTritonKernels.key"],
     "torch._inductor.codecache": ["PyCodeCache.modules"],
+    "torch._inductor.codegen.triton": ["get_fused_kernel_name"],
     "torch._inductor.runtime.cache_dir_utils": ["cache_dir", "triton_cache_dir"],
     "torch._inductor.runtime.hints": ["DeviceProperties"],
     "torch._inductor.runtime.runtime_utils": ["triton_hash_to_path_key"],
@@ -55,6 +57,35 @@ def built(graph: Any) -> Iterator[tuple[str, Any]]:
     for name, thing in vars(next(of_graph, object)).items():
         if hasattr(thing, "launchers") and not any(thing is kernel for kernel in ready):
             yield name, thing
+
+
+# -- how they are named ---------------------------------------------------------------------
+
+
+LONGEST_NAME = 120
+"""Letters of a kernel's name that say what is fused in it; its kind and its number come on top.
+
+Triton cuts names of files at 150. torch looks for a binary by the whole name, does not find it, and
+so bundles no kernel of a longer one: each start would time its configurations, and build a launcher
+for it with gcc.
+"""
+
+
+@contextmanager
+def short_names() -> Iterator[None]:
+    """Kernels are given names of which Triton makes names of files without cutting them."""
+    triton: Any = importlib.import_module("torch._inductor.codegen.triton")
+    original = triton.get_fused_kernel_name
+
+    def shortened(*args: Any) -> str:
+        name: str = original(*args)
+        return name[:LONGEST_NAME]
+
+    triton.get_fused_kernel_name = shortened
+    try:
+        yield
+    finally:
+        triton.get_fused_kernel_name = original
 
 
 # -- what is bundled ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from pydantic import JsonValue
 from torch import nn
 
-from compilecache import absent_gpu, aot_names
+from compilecache import absent_driver, absent_gpu, aot_names, undecided
 from compilecache.cachedir import CacheDir
 from compilecache.engines import dispatch
 from compilecache.engines.dispatch import NoProgram, Program
@@ -23,6 +23,7 @@ from compilecache.engines.harness import Harness, Replica, Run, phase
 from compilecache.engines.making import make_program
 from compilecache.engines.program import unfit
 from compilecache.engines.programfile import (
+    Header,
     program_among,
     read_header,
     sealed,
@@ -35,15 +36,9 @@ from compilecache.gpuprofile import GpuProfile
 from compilecache.shapes import CompileTarget
 from compilecache.workload import Workload
 
-Call = tuple[tuple[object, ...], Mapping[str, object]]
 
-
-class _Called(Exception):
-    """Ends a step at the call that is to be compiled."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        super().__init__()
+class _Compiled(Exception):
+    """Ends a step at the call that was to be compiled."""
 
 
 class OfflineEngine:
@@ -92,7 +87,7 @@ class OfflineEngine:
         try:
             run = self._make(target, module, function)
         except Exception as error:  # of torch's own, or of the workload
-            raise _refusal(target, absent_gpu.words_of(error)) from error
+            raise _refusal(target, undecided.words_of(error)) from error
         return replace(run, troubles=tuple(troubles))
 
     def _known(self, target: CompileTarget, module: nn.Module, present: Collection[str]) -> Run:
@@ -126,10 +121,9 @@ class OfflineEngine:
     def _make(self, target: CompileTarget, module: nn.Module, function: nn.Module) -> Run:
         harness, began = self._harness, time.perf_counter()
         with harness.observed(target, module, expect_warm=False, runs=False) as seen:
+            absent_driver.build_driver_stub()
             with phase(target.spec, module):
-                args, kwargs = self._call(target, module, function)
-                with absent_gpu.refusing():
-                    made, header = make_program(target, function, args, kwargs, harness.options)
+                made, header = self._make_in_step(target, module, function)
                 loaded = aot_names.load(made.data, function, header.imports)
             data, incomplete = aot_names.completed(made.function, loaded, function)
             header = header.model_copy(update={**sealed(data), "profile": self._profile})
@@ -137,14 +131,20 @@ class OfflineEngine:
             seen.seconds = time.perf_counter() - began, 0.0
         evidence = harness.evidence(seen, harness.foreign(seen))
         kept = {file for file in harness.needed(seen) if not file.startswith(NOT_PACKED)}
-        notes = tuple(f"torch may compile a variant where it runs: {one}" for one in incomplete)
+        left = (f"torch may compile a variant where it runs: {one}" for one in incomplete)
+        notes = (*left, *absent_driver.not_built())
         return Run(evidence, frozenset({path, *kept}), engine="program", notes=notes)
 
-    def _call(self, target: CompileTarget, module: nn.Module, function: nn.Module) -> Call:
-        """What the workload's step calls the function with."""
+    def _make_in_step(
+        self, target: CompileTarget, module: nn.Module, function: nn.Module
+    ) -> tuple[aot_names.Made, Header]:
+        """Compiles at the call that the workload's step makes, in whatever state it makes it."""
+        made: list[tuple[aot_names.Made, Header]] = []
 
         def call(module: nn.Module, *args: object, **kwargs: object) -> object:
-            raise _Called((args, kwargs))
+            with absent_gpu.plainly(), absent_gpu.refusing():
+                made.append(make_program(target, function, args, kwargs, self._harness.options))
+            raise _Compiled
 
         workload, device = self._harness.workload, torch.device(target.device)
         before = function._compiled_call_impl
@@ -153,8 +153,8 @@ class OfflineEngine:
             with absent_gpu.faking():
                 inputs = workload.make_inputs(target.spec, module, device)
                 workload.step(target.spec, module, inputs)
-        except _Called as called:
-            return called.call
+        except _Compiled:
+            return made[0]
         finally:
             function._compiled_call_impl = before
         raise NoProgram("its step never calls the function")
