@@ -140,9 +140,13 @@ def _spawn(arguments: list[str], root: Path) -> int:
 
 @contextmanager
 def without_gpu(profile: GpuProfile) -> Iterator[None]:
-    """Prepares this process for good, and has compile workers ready. Raises PlanError."""
+    """Prepares this process for good, and has compile workers ready. Raises PlanError.
+
+    What the block asks of the GPU outside of any target becomes a CompileFailed.
+    """
     from compilecache import absent_gpu, inductor_names
     from compilecache.gpuprofile import refuse_other_versions
+    from compilecache.undecided import Refused
 
     refuse_other_versions(profile)
     absent_gpu.install(profile)
@@ -150,6 +154,12 @@ def without_gpu(profile: GpuProfile) -> Iterator[None]:
     absent_gpu.start_workers()
     try:
         yield
+    except Refused as error:  # by the workload, while it built its model
+        raise CompileFailed(
+            f"the model cannot be built without its GPU: {error}",
+            next_step="Let the workload not ask the GPU, or compile where it is",
+            target="offline process",
+        ) from error
     finally:
         absent_gpu.end_workers()
 
@@ -190,19 +200,10 @@ def main() -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")
     request = Request.model_validate_json(Path(sys.argv[1]).read_bytes())
-    from compilecache.undecided import Refused
-
     try:
         result = Result(report=carry_out(request))
     except CompileCacheError as error:
         result = Result(failure=Failure.of(error))
-    except Refused as error:  # by the workload, while it built its model
-        failed = CompileFailed(
-            f"the model cannot be built without its GPU: {error}",
-            next_step="Let the workload not ask the GPU, or compile where it is",
-            target="offline process",
-        )
-        result = Result(failure=Failure.of(failed))
     Path(sys.argv[2]).write_text(result.model_dump_json(), encoding="utf-8")
 
 
