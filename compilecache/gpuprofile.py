@@ -8,7 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from compilecache.documents import read_json
 from compilecache.errors import PlanError
@@ -18,6 +26,8 @@ SHIPPED = Path(__file__).parent / "gpus"
 """Profiles that come with the package."""
 
 _Version = Annotated[str, Field(pattern=r"^\d+\.\d+[\w.+-]*$")]
+_Major = Annotated[int, Field(ge=1, le=99, strict=True)]
+_Minor = Annotated[int, Field(ge=0, le=9, strict=True)]
 
 
 class GpuProfile(BaseModel):
@@ -27,9 +37,9 @@ class GpuProfile(BaseModel):
 
     format: Literal[1] = PROFILE_FORMAT
     vendor: Literal["nvidia"]
-    name: Annotated[str, Field(min_length=1, max_length=200)]
+    name: Annotated[str, Field(pattern=r"^[!-~]([ -~]*[!-~])?$", max_length=200)]
     """As the driver says: "NVIDIA H200"."""
-    capability: Annotated[tuple[int, int], Field(strict=False)]
+    capability: Annotated[tuple[_Major, _Minor], Field(strict=False)]
     """Compute capability, (9, 0)."""
     multi_processor_count: Annotated[int, Field(ge=1, le=4096)]
     max_threads_per_multi_processor: Annotated[int, Field(ge=32, le=65536)]
@@ -49,6 +59,23 @@ class GpuProfile(BaseModel):
     """Of torch where it was recorded: "13.0"."""
     triton: _Version
     """The same: "3.6.0"."""
+
+    @field_validator(
+        "max_threads_per_block", "shared_memory_per_block_optin", "shared_memory_per_multiprocessor"
+    )
+    @classmethod
+    def _plausible(cls, value: int, info: ValidationInfo) -> int:
+        """A block fits a multiprocessor, and asking for more gives no less."""
+        least = {
+            "shared_memory_per_block_optin": "shared_memory_per_block",
+            "shared_memory_per_multiprocessor": "shared_memory_per_block_optin",
+        }.get(str(info.field_name))
+        if least is not None and value < info.data.get(least, 0):
+            raise ValueError(f"less than {least}, {info.data[least]}")
+        most = info.data.get("max_threads_per_multi_processor", value)
+        if least is None and value > most:
+            raise ValueError(f"more than max_threads_per_multi_processor, {most}")
+        return value
 
     def properties(self) -> dict[str, str | int]:
         """As ``torch.cuda.get_device_properties`` names them."""

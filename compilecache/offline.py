@@ -6,6 +6,7 @@ module does not import torch.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -66,14 +67,24 @@ class Failure(BaseModel):
             kind=type(error).__name__,
             problem=error.problem,
             next_step=error.next_step,
-            fields=fields,
+            fields=json.loads(json.dumps(fields)),
         )
 
     def error(self) -> CompileCacheError:
         """The error again."""
         kind = getattr(errors, self.kind, CompileCacheError)
-        made: CompileCacheError = kind(self.problem, next_step=self.next_step, **self.fields)
+        fields = {name: _tuples(value) for name, value in self.fields.items()}
+        made: CompileCacheError = kind(self.problem, next_step=self.next_step, **fields)
         return made
+
+
+def _tuples(value: JsonValue) -> object:
+    """Errors hold tuples where JSON has lists."""
+    if isinstance(value, list):
+        return tuple(map(_tuples, value))
+    if isinstance(value, dict):
+        return {name: _tuples(item) for name, item in value.items()}
+    return value
 
 
 class Result(BaseModel):
