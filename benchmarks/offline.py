@@ -32,8 +32,6 @@ import torch
 from programs import Bench, Setting, Sheet, name_of, note
 from results import Row, table
 
-from compilecache import ShapePlan
-
 HERE = Path(__file__).parent
 NO_GPU = torch.cuda.device_count() == 0
 PROFILE = "h200"
@@ -192,8 +190,8 @@ def baked(bench: Offline, sheet: Sheet) -> None:
     image, root = folder / "image", folder / "root"
     cleared(folder)
     plan = folder / "plan.yaml"
-    known = ShapePlan.load(bench.own_plan())
-    plan.write_text(known.model_copy(update={"engine": "program"}).dump(), encoding="utf-8")
+    known = bench.own_plan().read_text(encoding="utf-8")
+    plan.write_text(f"engine: program\n{known}", encoding="utf-8")
     said, seconds, _ = bench.command(
         "run", str(plan), "--gpu-profile", bench.profile(), "--store", "none",
         "--root", str(bench.folder / "offline-root"), "--bake", str(image), package="warmup",
