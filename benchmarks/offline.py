@@ -1,6 +1,7 @@
 """Compiled in a process that sees no GPU, then used on real ones: against a native compile.
 
-compile  the plan by ``compilecache warm --gpu-profile`` without a GPU, and natively on the first one
+compile  the plan by ``compilecache warm --gpu-profile`` without a GPU, and natively on the first one;
+         both at once where there are cores for it, and the row says so
 first    a fresh process with all devices: compiler launches, canaries against eager, what is settled
 pair     per device a fresh process that loads both: kernels, losses, gradients, steps in turn
 baked    published offline into a folder for an image, pulled from it into an empty root, used by the trainer in
@@ -8,7 +9,7 @@ baked    published offline into a folder for an image, pulled from it into an em
 Every row is written as soon as it is known. Parts of one commit and setting go together; --folder keeps
 what was compiled for a later call.
 Usage: offline.py [--preset tiny|qwen3-4b] [--devices cuda:0,cuda:1] [--seq-lens 512,1024,1536]
-[--parts compile,first,pair,baked] [--folder DIR] [--no-native] [--json]
+[--parts compile,first,pair,baked] [--at-once | --no-at-once] [--folder DIR] [--json]
 On a machine without a GPU the part compile alone runs, and reports its time and memory; baked, where it is asked
 for, ends with the pull.
 """
@@ -17,14 +18,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +37,31 @@ from results import Row, table
 
 HERE = Path(__file__).parent
 NO_GPU = torch.cuda.device_count() == 0
+ENOUGH_CORES = 16
+"""For two compiles that hardly slow each other."""
 PROFILE = "h200"
 """Where none can be recorded."""
 
 Answer = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Said:
+    """A command that has ended."""
+
+    text: str
+    """Its standard output."""
+    seconds: float
+    largest: int
+    """MB of its largest process."""
+
+
 class Offline(Bench):
     """Fresh processes over one folder."""
 
-    def __init__(self, setting: Setting, folder: Path) -> None:
+    def __init__(self, setting: Setting, folder: Path, *, at_once: bool = False) -> None:
         super().__init__(setting, folder)
+        self.at_once = at_once
         self.offline_store = folder / "offline-store"
         self.native_store = folder / "native-store"
 
@@ -61,23 +78,22 @@ class Offline(Bench):
         note(f"profile {mine['name']}, unlike the shipped one: {other}")
         return str(path)
 
-    def command(
-        self, *words: str, package: str = "compilecache", script: str = ""
-    ) -> tuple[str, float, int]:
-        """Standard output of a command or a script, its seconds, and the MB of its largest process so far."""
+    def command(self, *words: str, package: str = "compilecache", script: str = "") -> Said:
+        """Runs one command, or a script, to its end."""
         environment = {**self._environment(self.folder / "command")}
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             environment.pop(name)
+        what = [str(HERE / script)] if script else ["-m", package]
+        command = [sys.executable, *what, *words]
         began = time.perf_counter()
-        ended = subprocess.run(
-            [sys.executable, *([str(HERE / script)] if script else ["-m", package]), *words],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            check=True,
-        )
-        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-        return ended.stdout, time.perf_counter() - began, largest // 1024
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+            assert child.stdout is not None
+            text = child.stdout.read()
+            _, status, used = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
+            raise subprocess.CalledProcessError(child.returncode, command)
+        return Said(text, time.perf_counter() - began, used.ru_maxrss // 1024)
 
     def worker(self, how: str, *words: object) -> Answer:
         """The last line of a worker; the rest of what it says comes as it goes."""
@@ -95,30 +111,33 @@ class Offline(Bench):
 
 
 def compile_both(bench: Offline, sheet: Sheet) -> None:
-    """Without a GPU, then on one."""
+    """Without a GPU, and on one; at once where neither takes cores from the other."""
     plan, profile = str(bench.own_plan()), bench.profile()
     words = ("warm", plan, "--engine", "program", "--json", "--store")
-    said, seconds, largest = bench.command(
-        *words, str(bench.offline_store), "--root", str(bench.folder / "offline-root"),
-        "--gpu-profile", profile,
-    )  # fmt: skip
-    rows = json.loads(said)["targets"]
-    note(f"offline: {seconds:.1f} s, {len(rows)} targets, largest process {largest} MB")
+    offline = (*words, str(bench.offline_store), "--root", str(bench.folder / "offline-root"),
+               "--gpu-profile", profile)  # fmt: skip
+    native = (*words, str(bench.native_store), "--root", str(bench.folder / "native-root"),
+              "--device", bench.setting.devices[0])  # fmt: skip
+    with ThreadPoolExecutor(2 if bench.at_once else 1) as pool:
+        running = [pool.submit(bench.command, *each) for each in (offline, native)[: 2 - NO_GPU]]
+    mine, *others = (each.result() for each in running)
+    rows = json.loads(mine.text)["targets"]
+    note(f"offline: {mine.seconds:.1f} s, {len(rows)} targets, largest process {mine.largest} MB")
     sheet.remark("offline", [f"{r['target']}: {r['status']} {r['notes']}" for r in odd(rows)])
-    mine = sum(row["evidence"]["seconds"] for row in rows)
-    sheet.add(Row("offline_compile_memory", largest, "MB"))
-    if NO_GPU:
-        sheet.add(Row("offline_compile_seconds", seconds, "s"))
+    sheet.add(Row("offline_compile_memory", mine.largest, "MB"))
+    if not others:
+        sheet.add(Row("offline_compile_seconds", mine.seconds, "s"))
         sheet.leave_out("offline_compile_vs_native", "this machine has no GPU")
         return
-    said, native, _ = bench.command(
-        *words, str(bench.native_store), "--root", str(bench.folder / "native-root"),
-        "--device", bench.setting.devices[0],
-    )  # fmt: skip
-    others = json.loads(said)["targets"]
-    other = sum(row["evidence"]["seconds"] for row in others)
-    note(f"native: {native:.1f} s; of targets alone {mine:.1f} s offline, {other:.1f} s native")
-    sheet.add(Row("offline_compile_vs_native", seconds, "s", "native", seconds / native, native))
+    (other,) = others
+    alone = [sum(r["evidence"]["seconds"] for r in rows), sum(
+        r["evidence"]["seconds"] for r in json.loads(other.text)["targets"])]  # fmt: skip
+    note(
+        f"native: {other.seconds:.1f} s; of targets alone {alone[0]:.1f} s, {alone[1]:.1f} s native"
+    )
+    against = "native, both at once" if bench.at_once else "native"
+    ratio = mine.seconds / other.seconds
+    sheet.add(Row("offline_compile_vs_native", mine.seconds, "s", against, ratio, other.seconds))
 
 
 def odd(rows: list[Answer]) -> list[Answer]:
@@ -192,28 +211,28 @@ def baked(bench: Offline, sheet: Sheet) -> None:
     plan = folder / "plan.yaml"
     known = bench.own_plan().read_text(encoding="utf-8")
     plan.write_text(f"engine: program\n{known}", encoding="utf-8")
-    said, seconds, _ = bench.command(
-        "run", str(plan), "--gpu-profile", bench.profile(), "--store", "none",
-        "--root", str(bench.folder / "offline-root"), "--bake", str(image), package="warmup",
+    recorded = bench.folder / "profile.json"
+    laid = bench.command(
+        "run", str(plan), "--gpu-profile", str(recorded) if recorded.is_file() else bench.profile(),
+        "--store", "none", "--root", str(bench.folder / "offline-root"), "--bake", str(image),
+        package="warmup",
     )  # fmt: skip
-    line = json.loads(said)
-    note(f"baked {line['baked']} targets in {seconds:.1f} s, {line['compiled']} of them compiled")
-    words = ("pull", str(plan), "--baked", str(image), "--store", "none", "--root", str(root))
-    where = ("--device", devices)
-    if NO_GPU:
-        where = ("--device", "cuda:0", "--fingerprint", line["fingerprint"])
-    said, seconds, _ = bench.command(*words, *where, package="warmup")
-    pulled = json.loads(said)
-    note(f"pulled {pulled['restored']} targets of {pulled['targets']}: {seconds:.1f} s")
+    line = json.loads(laid.text)
+    note(f"baked {line['baked']} targets: {laid.seconds:.1f} s, {line['compiled']} compiled")
+    brought = bench.command(
+        "pull", str(plan), "--baked", str(image), "--store", "none", "--root", str(root),
+        "--device", devices, "--fingerprint", line["fingerprint"], package="warmup",
+    )  # fmt: skip
+    note(f"pulled {json.loads(brought.text)['restored']} targets: {brought.seconds:.1f} s")
     if NO_GPU:
         sheet.leave_out("offline_baked_compiles", "this machine has no GPU")
         sheet.leave_out("offline_baked_steps", "this machine has no GPU")
         return
-    said, _, _ = bench.command(
+    ended = bench.command(
         "--plan", str(plan), "--devices", devices, "--root", str(root), "--steps", str(STEPS),
         script="offline_trainer.py",
     )  # fmt: skip
-    trained(json.loads(said.splitlines()[-1]), sheet)
+    trained(json.loads(ended.text.splitlines()[-1]), sheet)
 
 
 def trained(answer: Answer, sheet: Sheet) -> None:
@@ -274,6 +293,12 @@ def main() -> int:
     parser.add_argument("--anchors", type=int, help="blocks a row [64; the preset's own if tiny]")
     parser.add_argument("--parts", default="compile" if NO_GPU else "compile,first,pair,baked")
     parser.add_argument("--repeats", type=int, default=20, help="rounds ABBA of steps")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--at-once",
+        action=argparse.BooleanOptionalAction,
+        help=f"compile offline and natively at the same time [with {ENOUGH_CORES} cores or more]",
+    )
     parser.add_argument("--folder", type=Path, help="keep there what was compiled")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -284,7 +309,8 @@ def main() -> int:
         parser.error(f"there is no part {', '.join(unknown)}, only {', '.join(PARTS)}")
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = Offline(setting, folder / name_of(setting))
+        at_once = cores >= ENOUGH_CORES if options.at_once is None else options.at_once
+        bench = Offline(setting, folder / name_of(setting), at_once=at_once)
         for name in wanted:
             note(f"-- {name}")
             try:

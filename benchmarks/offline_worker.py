@@ -30,6 +30,8 @@ from compilecache.shapes import InputSpec
 from compilecache.workload import Workload, workload_of_plan
 
 Inputs = Mapping[str, object]
+STEPS = 8
+"""Between two synchronisations."""
 
 
 def warmed(models: list[nn.Module], plan: ShapePlan, store: Path, root: Path) -> Warm:
@@ -96,7 +98,7 @@ class Pair:
         largest = max(float(a.float().norm()) for a in other[1].values())
         small = [n for n, a in other[1].items() if float(a.float().norm()) < 1e-3 * largest]
         kept = [apart(mine[1][n], a) for n, a in other[1].items() if n not in small]
-        return seen | {"gradients": max(kept), **self._steps(spec, inputs)}
+        return seen | {"gradients": max(kept), **self._steps(inputs)}
 
     def _once(
         self, spec: InputSpec, model: nn.Module, inputs: Inputs
@@ -138,16 +140,16 @@ class Pair:
                 return texts, sum(len(k.compile_results) > 1 for _, k in loaded.kernels)
         raise SystemExit(f"error: no program of '{spec}' in {self.roots[place]}")
 
-    def _steps(self, spec: InputSpec, inputs: Inputs) -> dict[str, float]:
+    def _steps(self, inputs: Inputs) -> dict[str, float]:
         for model in self.models * 2:
-            self._seconds(spec, model, inputs)
+            self._seconds(model, inputs)
         mine: list[float] = []
         others: list[float] = []
         both = [(self.models[0], mine), (self.models[1], others)]
         for number in range(self.repeats):
             one, two = reversed(both) if number % 2 else both
             for model, seconds in (one, two, two, one):
-                seconds.append(self._seconds(spec, model, inputs))
+                seconds.append(self._seconds(model, inputs))
         pairs = zip(in_twos(mine), in_twos(others), strict=True)
         ratio = median(a / b for a, b in pairs)
         return {
@@ -156,14 +158,16 @@ class Pair:
             "native_ms": median(others) * 1e3,
         }
 
-    def _seconds(self, spec: InputSpec, model: nn.Module, inputs: Inputs) -> float:
+    def _seconds(self, model: nn.Module, inputs: Inputs) -> float:
+        """Of one step; several are on their way at once, as in training."""
         model.train()
         synchronize({self.device: model})
         began = time.perf_counter()
-        torch.autograd.backward(model(**inputs))
-        model.zero_grad(set_to_none=True)
+        for _ in range(STEPS):
+            torch.autograd.backward(model(**inputs))
+            model.zero_grad(set_to_none=True)
         synchronize({self.device: model})
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / STEPS
 
 
 def in_twos(values: list[float]) -> list[float]:

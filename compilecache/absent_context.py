@@ -5,6 +5,7 @@ Part of ``absent_gpu``.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import re
@@ -50,8 +51,10 @@ def install() -> None:
     ctypes.memmove(copied, start, ctypes.sizeof(copied))
     copied[before + slot] = ctypes.cast(_no_context, ctypes.c_void_p).value
     _KEPT.append(copied)
-    first = ctypes.addressof(copied) + before * ctypes.sizeof(ctypes.c_void_p)
-    ctypes.c_void_p.from_address(get_hooks()).value = first
+    place = ctypes.c_void_p.from_address(get_hooks())
+    # C++ destroys the object after Python has freed what is its own.
+    atexit.register(setattr, place, "value", place.value)
+    place.value = ctypes.addressof(copied) + before * ctypes.sizeof(ctypes.c_void_p)
 
 
 _KEPT: list[Any] = []

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
@@ -26,6 +29,8 @@ from compilecache.shapes import ShapePlan
 
 DEVICE = "cuda:0"
 """What is compiled for: a program of one index serves them all."""
+PATIENCE = 10.0
+"""Seconds to let go of locks and claims when it is to end."""
 NOTICE = (
     "compiling without the GPU is experimental: the first start with a real '{name}' compares each "
     "program with eager, and settles it"
@@ -142,6 +147,11 @@ def _spawn(arguments: list[str], root: Path) -> int:
     with subprocess.Popen(command, env=environment_of(root), stdout=sys.stderr.fileno()) as child:
         try:
             return child.wait()
+        except BaseException:
+            with suppress(subprocess.TimeoutExpired):
+                child.terminate()
+                child.wait(PATIENCE)
+            raise
         finally:
             child.kill()
 
@@ -211,11 +221,16 @@ def main() -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")
     request = Request.model_validate_json(Path(sys.argv[1]).read_bytes())
+    signal.signal(signal.SIGTERM, _ended)
     try:
         result = Result(report=carry_out(request))
     except CompileCacheError as error:
         result = Result(failure=Failure.of(error))
     Path(sys.argv[2]).write_text(result.model_dump_json(), encoding="utf-8")
+
+
+def _ended(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

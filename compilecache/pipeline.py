@@ -150,7 +150,9 @@ class _Warming:
 
     def _engine_of(self, job: Job) -> Engine:
         if job.profile is not None:
-            return offline_engine(job.workload, job.cache, job.options, job.profile)
+            return offline_engine(
+                job.workload, job.cache, job.options, job.profile, strict=job.strict
+            )
         return engine_of(
             job.engine,
             job.workload,

@@ -59,10 +59,12 @@ def offline_engine(
     cache: CacheDir,
     options: Mapping[str, JsonValue] | None,
     profile: GpuProfile,
+    *,
+    strict: bool = False,
 ) -> Engine:
     """For a process without the GPU that it compiles for."""
     from compilecache.engines.offline import (
         OfflineEngine,  # what it replaces is no business of others
     )
 
-    return OfflineEngine(workload, cache, options, profile)
+    return OfflineEngine(workload, cache, options, profile, strict=strict)

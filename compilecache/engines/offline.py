@@ -6,9 +6,11 @@ first process with the real GPU compares it with eager and settles it.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from pydantic import JsonValue
@@ -19,7 +21,7 @@ from compilecache.cachedir import CacheDir
 from compilecache.engines import dispatch
 from compilecache.engines.dispatch import NoProgram, Program
 from compilecache.engines.fitting import differences
-from compilecache.engines.harness import Harness, Replica, Run, phase
+from compilecache.engines.harness import Harness, Replica, Run, first_line, phase
 from compilecache.engines.making import make_program
 from compilecache.engines.program import unfit
 from compilecache.engines.programfile import (
@@ -30,15 +32,24 @@ from compilecache.engines.programfile import (
     write_program,
 )
 from compilecache.engines.way import NOT_PACKED
-from compilecache.errors import ChecksumMismatch, CompileCacheError, CompileFailed
+from compilecache.errors import (
+    ChecksumMismatch,
+    CompileCacheError,
+    CompileFailed,
+    FingerprintMismatch,
+)
 from compilecache.evidence import Evidence
 from compilecache.gpuprofile import GpuProfile
 from compilecache.shapes import CompileTarget
 from compilecache.workload import Workload
 
+logger = logging.getLogger("compilecache")
 
-class _Compiled(Exception):
-    """Ends a step at the call that was to be compiled."""
+T = TypeVar("T")
+
+
+class _Called(Exception):
+    """Ends a step at the call that it was made for."""
 
 
 class OfflineEngine:
@@ -52,9 +63,13 @@ class OfflineEngine:
         cache: CacheDir,
         options: Mapping[str, JsonValue] | None,
         profile: GpuProfile,
+        *,
+        strict: bool = False,
     ) -> None:
         self._harness = Harness(workload, cache, options)
         self._profile = profile
+        self._strict = strict
+        """Whether a program that is there and does not fit is an error."""
 
     @property
     def harness(self) -> Harness:
@@ -71,16 +86,19 @@ class OfflineEngine:
     ) -> Run:
         """Compiles one target; ``present``: the files of its record, where it is there already.
 
-        Raises CompileFailed naming the target, the operation that stands in the way, and its line.
+        Raises CompileFailed naming the target, the operation that stands in the way, and its line; with
+        ``strict`` also ChecksumMismatch and FingerprintMismatch for a program that is there.
         """
         troubles: list[CompileCacheError] = []
         if present is not None:
             try:
                 return self._known(target, module, present)
-            except CompileCacheError as error:
+            except (ChecksumMismatch, FingerprintMismatch) as error:
+                if self._strict:
+                    raise
                 troubles.append(error)
-            except NoProgram:
-                pass  # it was published by trace, or it is another one's
+            except Exception as error:  # it was published by trace, or the workload fails
+                logger.info("compilecache: %s is compiled anew: %s", target, first_line(error))
         function = self._harness.function(target, module)
         if reason := unfit(function, self._harness.options):
             raise _refusal(target, reason)
@@ -99,12 +117,15 @@ class OfflineEngine:
         header = read_header(self._harness.cache.root / path)
         function = self._harness.function(target, module)
         with phase(target.spec, module):
-            changed = differences(header, target, function)
+            changed = self._in_step(
+                target, module, function, lambda args, kwargs: differences(header, target, function)
+            )
         if changed:
             name, (then, now) = next(iter(changed.items()))
-            raise ChecksumMismatch(
+            raise FingerprintMismatch(
                 f"the program of '{target}' was compiled with {name} = {then}, here it is {now}",
-                next_step="It is compiled anew",
+                next_step="A start without strict compiles it anew",
+                changed=changed,
             )
         seconds = time.perf_counter() - began
         evidence = Evidence(
@@ -120,10 +141,17 @@ class OfflineEngine:
 
     def _make(self, target: CompileTarget, module: nn.Module, function: nn.Module) -> Run:
         harness, began = self._harness, time.perf_counter()
+
+        def make(
+            args: tuple[object, ...], kwargs: Mapping[str, object]
+        ) -> tuple[aot_names.Made, Header]:
+            with absent_gpu.refusing():
+                return make_program(target, function, args, kwargs, harness.options)
+
         with harness.observed(target, module, expect_warm=False, runs=False) as seen:
             absent_driver.build_driver_stub()
             with phase(target.spec, module):
-                made, header = self._make_in_step(target, module, function)
+                made, header = self._in_step(target, module, function, make)
                 loaded = aot_names.load(made.data, function, header.imports)
             data, incomplete = aot_names.completed(made.function, loaded, function)
             header = header.model_copy(update={**sealed(data), "profile": self._profile})
@@ -135,16 +163,20 @@ class OfflineEngine:
         notes = (*left, *absent_driver.not_built())
         return Run(evidence, frozenset({path, *kept}), engine="program", notes=notes)
 
-    def _make_in_step(
-        self, target: CompileTarget, module: nn.Module, function: nn.Module
-    ) -> tuple[aot_names.Made, Header]:
-        """Compiles at the call that the workload's step makes, in whatever state it makes it."""
-        made: list[tuple[aot_names.Made, Header]] = []
+    def _in_step(
+        self,
+        target: CompileTarget,
+        module: nn.Module,
+        function: nn.Module,
+        act: Callable[[tuple[object, ...], Mapping[str, object]], T],
+    ) -> T:
+        """Acts at the call that the workload's step makes, in whatever state it makes it."""
+        done: list[T] = []
 
         def call(module: nn.Module, *args: object, **kwargs: object) -> object:
-            with absent_gpu.plainly(), absent_gpu.refusing():
-                made.append(make_program(target, function, args, kwargs, self._harness.options))
-            raise _Compiled
+            with absent_gpu.plainly():
+                done.append(act(args, kwargs))
+            raise _Called
 
         workload, device = self._harness.workload, torch.device(target.device)
         before = function._compiled_call_impl
@@ -153,8 +185,8 @@ class OfflineEngine:
             with absent_gpu.faking():
                 inputs = workload.make_inputs(target.spec, module, device)
                 workload.step(target.spec, module, inputs)
-        except _Compiled:
-            return made[0]
+        except _Called:
+            return done[0]
         finally:
             function._compiled_call_impl = before
         raise NoProgram("its step never calls the function")

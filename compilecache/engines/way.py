@@ -66,6 +66,8 @@ class Way:
     program: Program | None = None
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that the call was made with, and how often each had been written to."""
+    _no_reference: str = ""
+    """Why the canary could not run."""
     _first_contact: bool = False
     """Whether it has just run on a GPU for the first time."""
 
@@ -260,7 +262,8 @@ class Way:
         try:
             return canary.reference(self.harness.workload, target, module, program)
         except (RuntimeError, ValueError) as error:  # no memory for a copy, numbers out of range
-            logger.info("compilecache: the canary could not run: %s", first_line(error))
+            self._no_reference = first_line(error)
+            logger.info("compilecache: the canary could not run: %s", self._no_reference)
             return None
 
     def _first_canary(self, target: CompileTarget, module: nn.Module, program: Program) -> None:
@@ -271,8 +274,17 @@ class Way:
             warnings.simplefilter("ignore")  # that eager attention is slow
             function = self.harness.function(target, module)
             eager = self._reference(target, module, Program(type(function).forward))
+        torch.cuda.empty_cache()  # eager takes far more memory than anything after it
         allowed = canary.EAGER * canary.tolerance(target.spec.dtype)
-        self._compare(mine, eager, allowed, "eager")
+        try:
+            self._compare(mine, eager, allowed, "eager")
+        except NoProgram as error:
+            failed = CompileFailed(
+                f"the program of '{target}' was compiled without its GPU and is not used here: {error}",
+                next_step="A start without strict compiles it on this GPU, and publishes that",
+                target=str(target),
+            )
+            raise NoProgram(str(error)) from failed
         self._first_contact = True
         self.header = self.header.model_copy(update={"reference": mine, "profile": None})
 
@@ -294,7 +306,7 @@ class Way:
         whose: str,
     ) -> None:
         if mine is None or other is None:
-            raise NoProgram("the canary could not run")
+            raise NoProgram(f"the canary could not run: {self._no_reference}")
         name, difference = canary.difference(mine, other)
         logger.info("compilecache: canary against %s: %s, %.2g", whose, name, difference)
         if difference > allowed:

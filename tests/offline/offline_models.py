@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -46,8 +51,37 @@ class Autocast(ExampleWorkload):
             return super().step(spec, module, inputs)
 
 
+class Switched(Autocast):
+    """Steps in autocast only where the environment says so, which no fingerprint knows of."""
+
+    def step(
+        self, spec: InputSpec, module: nn.Module, inputs: dict[str, object]
+    ) -> torch.Tensor | None:
+        """Forward and backward."""
+        if os.environ.get("SWITCHED"):
+            return super().step(spec, module, inputs)
+        return ExampleWorkload.step(self, spec, module, inputs)
+
+
+class Waiting(ExampleWorkload):
+    """Writes the number of its process into the cache root, and waits, unless it may go on."""
+
+    def make_inputs(
+        self, spec: InputSpec, module: nn.Module, device: torch.device
+    ) -> Mapping[str, object]:
+        """Inputs, one day."""
+        if not os.environ.get("GO_ON"):
+            written = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "writing")
+            written.write_text(str(os.getpid()))
+            written.rename(written.with_name("waiting"))
+            time.sleep(300)
+        return super().make_inputs(spec, module, device)
+
+
 norm = ExampleWorkload(build="offline_models:Norm")
 autocast = Autocast(build="offline_models:Norm")
+switched = Switched(build="offline_models:Norm")
+waiting = Waiting(build="offline_models:Norm")
 long = ExampleWorkload(build="offline_models:Long")
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,16 @@ pytestmark = [
 ]
 
 
+def environ(**changes: str | None) -> dict[str, str]:
+    """Of a process here."""
+    found = environment(TORCHINDUCTOR_COMPILE_THREADS=None, **changes)
+    return {**found, "PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], str(HERE)])}
+
+
 def python(*words: str, **changes: str | None) -> subprocess.CompletedProcess[str]:
     """A fresh Python process; its errors are shown when a test fails."""
-    environ = environment(TORCHINDUCTOR_COMPILE_THREADS=None, **changes)
-    environ["PYTHONPATH"] = os.pathsep.join([environ["PYTHONPATH"], str(HERE)])
     ended = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environ, cwd=HERE
+        [sys.executable, *words], capture_output=True, text=True, env=environ(**changes), cwd=HERE
     )
     print(ended.stderr[-4000:], file=sys.stderr)
     return ended
@@ -49,11 +55,16 @@ class Place:
         folder.mkdir(exist_ok=True)
         self.plan.write_text(offline_models.plan(workload, phase).dump())
 
-    def warm(self, root: str = "root", **changes: str | None) -> subprocess.CompletedProcess[str]:
+    def words(self, root: str = "root", *more: str) -> list[str]:
         """``compilecache warm`` for an H200."""
         words = ("--gpu-profile", "h200", "--store", str(self.folder / "store"), "--json")
-        return python("-m", "compilecache", "warm", str(self.plan), *words, "--root",
-                      str(self.folder / root), **changes)  # fmt: skip
+        return ["warm", str(self.plan), *words, "--root", str(self.folder / root), *more]
+
+    def warm(
+        self, root: str = "root", *more: str, **changes: str | None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs it."""
+        return python("-m", "compilecache", *self.words(root, *more), **changes)
 
     def rows(self, ended: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
         """Of its report."""
@@ -174,6 +185,43 @@ def test_a_step_in_autocast_is_compiled_in_autocast(tmp_path: Path) -> None:
     place = Place(tmp_path, "autocast")
     place.rows(place.warm())
     assert place.header().state["autocast cuda"] == "torch.bfloat16"
+    (row,) = place.rows(place.warm("again"))
+    assert row["status"] == "restored", row
+
+
+def test_a_program_that_no_longer_fits_is_compiled_anew_and_with_strict_an_error(
+    norm: Place, tmp_path: Path
+) -> None:
+    """What a step is in counts, and no fingerprint knows of it."""
+    place = Place(tmp_path, "switched")
+    place.rows(place.warm())
+    ended = place.warm("strict", "--strict", SWITCHED="1")
+    assert ended.returncode == 3, ended.stderr
+    assert "state.autocast cuda = off" in ended.stderr
+    (row,) = place.rows(place.warm("again", SWITCHED="1"))
+    assert row["status"] == "compiled", row
+    assert place.header("again").state["autocast cuda"] == "torch.bfloat16"
+    (row,) = place.rows(place.warm("third", SWITCHED="1"))
+    assert row["status"] == "restored", row
+
+
+def test_an_interrupted_warm_up_ends_its_process_and_goes_on_later(tmp_path: Path) -> None:
+    """SIGTERM to the command; nothing of it lives on, no lock is held."""
+    place = Place(tmp_path, "waiting")
+    command = [sys.executable, "-m", "compilecache", *place.words()]
+    with subprocess.Popen(command, env=environ(), cwd=HERE, stderr=subprocess.PIPE) as child:
+        signal_file = tmp_path / "root" / "waiting"
+        while not signal_file.exists():
+            assert child.poll() is None
+            time.sleep(0.05)
+        child.terminate()
+        assert child.wait(60) == 128 + signal.SIGTERM
+    pid = int(signal_file.read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    signal_file.unlink()
+    (row,) = place.rows(place.warm(GO_ON="1"))
+    assert row["status"] == "compiled"
 
 
 def test_a_process_that_is_killed_is_told_from_one_that_fails(tmp_path: Path) -> None:
