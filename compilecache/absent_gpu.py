@@ -57,7 +57,7 @@ _PLACES = {
     "torch._inductor.fx_passes.joint_graph": ["UniformValueConstantFolder.run"],
     "torch._inductor.fx_passes.pad_mm": ["get_cached_should_pad", "should_pad"],
     "torch._inductor.graph": ["GraphLowering.run"],
-    "torch._inductor.runtime.benchmarking": ["Benchmarker.benchmark", "Benchmarker.benchmark_gpu"],
+    "torch._inductor.runtime.benchmarking": ["benchmarker.benchmark", "benchmarker.benchmark_gpu"],
     "torch._inductor.runtime.triton_heuristics": ["CachingAutotuner._make_launchers"],
     "torch.utils._python_dispatch": ["_disable_current_modes"],
 }
@@ -316,7 +316,7 @@ def _too_large(error: BaseException) -> str | None:
 def _replace_timing() -> None:
     """Nothing is timed: nobody is to take what comes first for the fastest."""
     from torch._inductor.fx_passes import pad_mm
-    from torch._inductor.runtime.benchmarking import Benchmarker
+    from torch._inductor.runtime.benchmarking import benchmarker
 
     known, should_pad = pad_mm.get_cached_should_pad, pad_mm.should_pad
 
@@ -337,7 +337,9 @@ def _replace_timing() -> None:
             raise Refused(f"{words}: {undecided.PADDING}") from None
 
     pad_mm.get_cached_should_pad, pad_mm.should_pad = cached, checked
-    Benchmarker.benchmark = Benchmarker.benchmark_gpu = refuse  # type: ignore[method-assign]
+    for kind in type(benchmarker).__mro__:
+        for name in {"benchmark", "benchmark_gpu"} & vars(kind).keys():
+            setattr(kind, name, refuse)
 
 
 class _Asked(Exception):

@@ -27,6 +27,8 @@ _SETTINGS = {
     "coordinate_descent_tuning": "torch compiles and times kernels at the first call",
     "benchmark_fusion": "torch would time kernels while it compiles",
     "benchmark_combo_kernel": "torch would time kernels while it compiles",
+    "cpp_wrapper": "torch would run kernels while it compiles",
+    "freezing": "parameters would become part of the code, and here they have no values",
     "triton.multi_kernel": "torch times two kernels for one at the first call",
     "triton.cudagraphs": "CUDA graphs belong to the thread that records them",
 }

@@ -96,6 +96,10 @@ class Reading(Plain):
 
     def ask(self) -> None:
         """Asks torch.cuda."""
+        if self.question == "benchmark":
+            from torch._inductor.runtime.benchmarking import benchmarker
+
+            benchmarker.benchmark_gpu(self.ask)  # asks
         getattr(torch.cuda, self.question)()  # asks
 
 
@@ -139,6 +143,7 @@ MODELS = {
     "devices": lambda: Reading("device_count"),
     "stream": lambda: Reading("current_stream"),
     "random state": lambda: Reading("get_rng_state"),
+    "seconds": lambda: Reading("benchmark"),
     "name": lambda: Reading("get_device_name"),
     "shared memory": Softmax,
 }

@@ -268,6 +268,7 @@ REFUSED = {
     "devices": ("torch.cuda.device_count", "asking.py", "in ask"),
     "stream": ("torch.cuda.current_stream", "asking.py", "in ask"),
     "random state": ("torch.cuda.get_rng_state", "asking.py", "in ask"),
+    "seconds": ("time kernels on the GPU", "asking.py", "in ask"),
     "shared memory": ("triton_", "asking.py", "shared memory"),
 }
 

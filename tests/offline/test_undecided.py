@@ -76,6 +76,8 @@ SETTINGS = [
     ({"max_autotune": True}, "max_autotune"),
     ({"max_autotune_pointwise": True}, "max_autotune_pointwise"),
     ({"coordinate_descent_tuning": True}, "coordinate_descent_tuning"),
+    ({"cpp_wrapper": True}, "cpp_wrapper"),
+    ({"freezing": True}, "freezing"),
     ({"triton.cudagraphs": True}, "triton.cudagraphs"),
     ({"triton.multi_kernel": 2}, "triton.multi_kernel"),
 ]
