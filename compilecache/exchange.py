@@ -236,9 +236,11 @@ class Exchange:
         An image holds them as they were compiled; who has met the GPU since has published what came of it.
         Raises StoreUnavailable.
         """
-        unmet = {key: self.complete[key] for key in self.keys & self.complete.keys()}
-        unmet = {key: record for key, record in unmet.items() if self._is_unmet(record)}
-        if not unmet or self.store is None:
+        if self.store is None:
+            return Restored()
+        here = {key: self.complete[key] for key in self.keys & self.complete.keys()}
+        unmet = {key: record for key, record in here.items() if self._is_unmet(record)}
+        if not unmet:
             return Restored()
         later = {key for key, record in self.view().records.items() if key in unmet
                  and program_of(record) != program_of(unmet[key])}  # fmt: skip

@@ -120,7 +120,7 @@ def run(
     if problem is None and profile is None:
         unproven = find_unproven(plan, places, report, deadline - time.monotonic())
     good = report.warm and problem is None and not unproven
-    _write(junit, report_file, report, unproven)
+    _write(junit, report_file, report, unproven, profile)
     line = _line(report, unproven, good=good) | ({"shard": shard} if shard else {})
     line |= {"gpu_profile": profile.name} if profile else {}
     if bake is not None and good:
@@ -206,11 +206,16 @@ def _line(report: Report, unproven: dict[str, str], *, good: bool) -> dict[str, 
 
 
 def _write(
-    junit: Path | None, report_file: Path | None, report: Report, unproven: dict[str, str]
+    junit: Path | None,
+    report_file: Path | None,
+    report: Report,
+    unproven: dict[str, str],
+    profile: GpuProfile | None,
 ) -> None:
     from warmup.junit import junit as as_junit
 
     if junit is not None:
-        common.write_file(junit, as_junit(report, unproven))
+        absent = profile.name if profile else ""
+        common.write_file(junit, as_junit(report, unproven, absent_gpu=absent))
     if report_file is not None:
         common.write_file(report_file, report.model_dump_json(indent=2).encode() + b"\n")

@@ -37,12 +37,14 @@ def test_it_bakes_programs_that_every_index_finds(fresh: Template, place: Place)
     say that nobody has run them."""
     image, root = place.folder / "image", place.folder / "pulled"
     words = (place.plan_file, "--root", place.root, "--store", "none", "--gpu-profile", "h200")
-    ended = run(fresh, *words, "--bake", image).wait()
+    junit = place.folder / "junit.xml"
+    ended = run(fresh, *words, "--bake", image, "--junit", junit).wait()
     assert ended.code == 0, ended.err
     line = ended.json
     assert (line["state"], line["compiled"], line["baked"]) == ("warm", 2, 2)
     assert (line["gpu_profile"], line["not_proven"]) == ("NVIDIA H200", [])
     assert "experimental" in ended.err.splitlines()[0]
+    assert junit.read_text().count("compiled by program, never run on a NVIDIA H200") == 2
     words = ("--device", INDICES, "--fingerprint", line["fingerprint"], "--root", root)
     pulled = fresh.warmup("pull", place.plan_file, "--baked", image, "--store", "none", *words)
     assert pulled.code == 0, pulled.err
