@@ -28,8 +28,8 @@ def junit(report: Report, unproven: Mapping[str, str], *, absent_gpu: str = "") 
             counts[kind] += 1
             first = _plain(text).partition("\n")[0]
             SubElement(case, kind, message=first[:300]).text = _plain(text)
-        never = f", never run on a {absent_gpu}" if absent_gpu else ""
-        SubElement(case, "system-out").text = _plain(f"{row.status} by {row.engine}{never}")
+        where = f", not run here: it is for {absent_gpu}" if absent_gpu else ""
+        SubElement(case, "system-out").text = _plain(f"{row.status} by {row.engine}{where}")
     suite.set("errors", str(counts["error"]))
     suite.set("failures", str(counts["failure"]))
     if report.gave_up:
