@@ -8,11 +8,20 @@ LINT_READY := $(VENV)/.ready-lint
 COMPAT_TORCH ?= 2.14.1
 COMPAT := .venv-compat
 COMPAT_READY := $(COMPAT)/.ready-$(COMPAT_TORCH)
+# A CUDA build of torch, as the index of Python packages has it; compiling for a GPU needs none.
+OFFLINE_TORCH ?= 2.11.0
+OFFLINE := .venv-offline
+ifdef OFFLINE_PYTHON
+OFFLINE_READY :=
+else
+OFFLINE_PYTHON := $(OFFLINE)/bin/python
+OFFLINE_READY := $(OFFLINE)/.ready-$(OFFLINE_TORCH)
+endif
 
 # The second S3 server of the tests. Where there is no npm they say what they skip; CI needs them all.
 S3RVER := tests/s3rver/node_modules/.package-lock.json
 
-.PHONY: demo test lint bench gpu compat setup clean
+.PHONY: demo test lint bench gpu compat offline-check setup clean
 
 $(READY): constraints.txt setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -27,13 +36,20 @@ $(LINT_READY): $(READY)
 	touch $@
 
 # What torch chooses by itself is not pinned: Triton, and the setuptools that older ones cannot do with.
-$(COMPAT_READY): constraints.txt setup.cfg pyproject.toml
-	$(PYTHON) -m venv --clear $(COMPAT)
-	grep -Ev '^(torch|triton|setuptools)==' constraints.txt > $(COMPAT)/constraints.txt
-	$(COMPAT)/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt wheel torch==$(COMPAT_TORCH)
-	$(COMPAT)/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt 'setuptools>=77,<82'
-	$(COMPAT)/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt --no-build-isolation -e '.[s3,dev]'
+define with_torch
+	$(PYTHON) -m venv --clear $(1)
+	grep -Ev '^(torch|triton|setuptools)==' constraints.txt > $(1)/constraints.txt
+	$(1)/bin/python -m pip install --quiet -c $(1)/constraints.txt wheel torch==$(2)
+	$(1)/bin/python -m pip install --quiet -c $(1)/constraints.txt 'setuptools>=77,<82'
+	$(1)/bin/python -m pip install --quiet -c $(1)/constraints.txt --no-build-isolation -e '.[s3,dev]'
 	touch $@
+endef
+
+$(COMPAT_READY): constraints.txt setup.cfg pyproject.toml
+	$(call with_torch,$(COMPAT),$(COMPAT_TORCH))
+
+$(OFFLINE)/.ready-$(OFFLINE_TORCH): constraints.txt setup.cfg pyproject.toml
+	$(call with_torch,$(OFFLINE),$(OFFLINE_TORCH))
 
 setup: $(READY)
 
@@ -50,6 +66,11 @@ test: $(READY) $(S3RVER)  ## The whole suite; GPU tests are skipped without a GP
 
 compat: $(COMPAT_READY) $(S3RVER)  ## The suite with another torch, on CPU: make compat COMPAT_TORCH=2.11.0
 	CUDA_VISIBLE_DEVICES= $(COMPAT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider
+
+offline-check: $(OFFLINE_READY)  ## Compiling for a GPU that is not there: its tests, then one plan, its time and memory; some GB
+	@$(OFFLINE_PYTHON) -c 'import torch; torch.version.cuda or exit(f"error: torch {torch.__version__} is no CUDA build")'
+	$(OFFLINE_PYTHON) -m pytest -m offline -p no:cacheprovider
+	$(OFFLINE_PYTHON) benchmarks/offline.py --parts compile,baked
 
 lint: $(LINT_READY)  ## Python, and the files of deploy/; needs no network once it is set up
 	$(BIN)/ruff check .
@@ -75,4 +96,4 @@ gpu:  ## GPU tests and benchmarks, with the Python that holds a CUDA build of to
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) $(COMPAT) tests/s3rver/node_modules build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) $(OFFLINE) tests/s3rver/node_modules build .pytest_cache .mypy_cache .ruff_cache .hypothesis

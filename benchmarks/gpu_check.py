@@ -1,6 +1,6 @@
 """One command for a machine with GPUs: the ``gpu`` tests and the GPU benchmarks, a table last.
 
-Usage: gpu_check.py [--only tests,tiny,qwen3-4b,programs,incident] [--seq-lens 512,1024] [--rounds 2]
+Usage: gpu_check.py [--only tests,tiny,qwen3-4b,programs,offline,incident] [--seq-lens 512,1024] [--rounds 2]
 [--parts devices,prime,step,threads] [--folder DIR]. Programs take four lengths and about 17 minutes on two
 GPUs; where a command may take less, name the parts, and a folder that keeps what was compiled cold.
 """
@@ -39,11 +39,11 @@ def run(title: str, *words: str) -> bool:
 def main() -> int:
     """0 when everything asked for went well."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="tests,tiny,qwen3-4b,programs,incident")
+    parser.add_argument("--only", default="tests,tiny,qwen3-4b,programs,offline,incident")
     parser.add_argument("--seq-lens", default="512,1024")
     parser.add_argument("--rounds", default="2")
     parser.add_argument("--parts", default="cold,step,threads", help="of programs")
-    parser.add_argument("--folder", help="of programs: kept for later parts")
+    parser.add_argument("--folder", help="of programs and offline: kept for later parts")
     arguments = parser.parse_args()
     count = torch.cuda.device_count()
     if count == 0:
@@ -56,7 +56,8 @@ def main() -> int:
         good["tests"] = run(
             "gpu tests", "-m", "pytest", "-q", "-m", "gpu", "--confcutdir=tests/gpu", "tests/gpu"
         )
-    for preset in (step for step in steps if step not in ("tests", "programs", "incident")):
+    others = ("tests", "programs", "offline", "incident")
+    for preset in (step for step in steps if step not in others):
         lengths = "256" if preset == "tiny" else arguments.seq_lens
         good[preset] = run(f"prime {preset}", "benchmarks/prime.py", "--preset", preset, "--devices",
                            devices, "--seq-lens", lengths, "--rounds", arguments.rounds)  # fmt: skip
@@ -65,6 +66,10 @@ def main() -> int:
         good["programs"] = run("programs", "benchmarks/programs.py", "--preset", "qwen3-4b",
                                "--devices", devices, "--rounds", arguments.rounds,
                                "--parts", arguments.parts, *kept)  # fmt: skip
+    if "offline" in steps:
+        kept = ("--folder", arguments.folder) if arguments.folder else ()
+        good["offline"] = run("offline", "benchmarks/offline.py", "--devices", devices,
+                              "--seq-lens", "256,384,512", "--repeats", "10", *kept)  # fmt: skip
     if "incident" in steps:
         good["incident"] = run("incident", "benchmarks/incident_replay.py", "--device", "cuda",
                                "--preset", "qwen3-4b", "--gpus", "2")  # fmt: skip

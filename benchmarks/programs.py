@@ -76,8 +76,8 @@ class Setting:
 class Sheet:
     """The figures so far, on disk at every moment."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._bench = "programs" + ("" if setting.preset == "tiny" else f"-{setting.preset}")
+    def __init__(self, setting: Setting, bench: str = "programs") -> None:
+        self._bench = bench + ("" if setting.preset == "tiny" else f"-{setting.preset}")
         self._setting = setting.facts()
         self._commit = commit()  # whatever is committed while it runs
         self.rows: dict[str, Row] = {}

@@ -97,7 +97,12 @@ def make(
         chosen = {**torch._inductor.list_mode_options(mode, False), **chosen}
     chosen["guard_filter_fn"] = note
     choice |= {"fullgraph": True, "dynamic": False, "options": chosen}
-    with config.patch(enable_aot_compile=True), _one_rank(), triton_names.binaries_only():
+    with (
+        config.patch(enable_aot_compile=True),
+        _one_rank(),
+        triton_names.short_names(),
+        triton_names.binaries_only(),
+    ):
         compiled: Any = torch.compile(type(function).forward, **choice)
         made = compiled.aot_compile(((function, *args), dict(kwargs)))
     info = made.source_info()
@@ -161,16 +166,15 @@ class Tuned:
     """What could not be settled, and why."""
 
 
-def tuned(made: Made, loaded: Loaded, function: nn.Module) -> Tuned:
+def tuned(made: Any, loaded: Loaded, function: nn.Module) -> Tuned:
     """The same function, each of its kernels in the one configuration that won where it has run.
+
+    ``made``: torch's own object of it; ``kernels``: as ``load`` gives them.
 
     Else torch compiles a variant of some reductions, and times it against the first, in every process
     that loads them. So there is less to read, nothing to time, and one result on all devices.
     """
-    serialize = getattr(made.function._artifacts.compiled_fn, "serialize", None)
-    untuned: list[str] = []
-    for _, graph in _graphs(serialize()) if serialize is not None else ():
-        untuned += triton_names.tune(graph, loaded.kernels)
+    untuned = [why for graph in _kept(made) for why in triton_names.tune(graph, loaded.kernels)]
     settled: dict[str, str] = {}
     for name, kernel in loaded.built.items():
         if len(kernel.compile_results) > 1:
@@ -179,7 +183,23 @@ def tuned(made: Made, loaded: Loaded, function: nn.Module) -> Tuned:
                 untuned.append(f"{name}: it has not run")
             else:
                 settled[name] = won
-    return Tuned(_saved(made.function, function), settled, tuple(untuned))
+    return Tuned(_saved(made, function), settled, tuple(untuned))
+
+
+def completed(made: Any, loaded: Loaded, function: nn.Module) -> tuple[bytes, list[str]]:
+    """The same function, each of its kernels in every configuration that could be launched.
+
+    As ``tuned``, for where nothing has run: whoever runs it first has only to time them.
+    """
+    lacking = [why for graph in _kept(made) for why in triton_names.complete(graph, loaded.kernels)]
+    return _saved(made, function), lacking
+
+
+def _kept(made: Any) -> Iterator[Any]:
+    """The graphs that torch keeps of a function to save it once more."""
+    serialize = getattr(made._artifacts.compiled_fn, "serialize", None)
+    if serialize is not None:
+        yield from dict(_graphs(serialize())).values()
 
 
 def _guarded(entry: Any) -> Guarded:
@@ -210,10 +230,12 @@ def _one_rank() -> Iterator[None]:
 
 class _Moving(threading.local):
     ours = False
+    again = False
     indices: tuple[int, int] | None = None
     moved: int = 0
     left: tuple[str, ...] = ()
     kernels: tuple[tuple[str, Any], ...] = ()
+    sources: tuple[str, ...] = ()
     settled: Mapping[str, str] = {}
     built: dict[str, Any]
 
@@ -236,6 +258,10 @@ class Loaded:
     """torch's key and object of every kernel that came ready to be launched."""
     built: Mapping[str, Any] = field(default_factory=dict)
     """Those that torch built anew while loading, by graph and name."""
+    function: Any = None
+    """torch's own object of it; to be saved once more only if it was loaded so."""
+    sources: tuple[str, ...] = ()
+    """Generated code of its graphs, as it is used here."""
 
 
 def load(
@@ -244,11 +270,13 @@ def load(
     imports: Mapping[str, str],
     indices: tuple[int, int] | None = None,
     settled: Mapping[str, str] | None = None,
+    *,
+    again: bool = False,
 ) -> Loaded:
     """Loads what ``make`` made of such a module; no tracing.
 
     ``imports``: as it was made; ``indices``: (compiled on, to be used on) of the GPU; ``settled``: as
-    it was tuned.
+    it was tuned; ``again``: it may be saved once more, as it is on the index it is used on.
 
     Raises whatever torch raises for bytes that are not of its own making.
     """
@@ -256,16 +284,24 @@ def load(
 
     _install()
     _moving.ours, _moving.indices, _moving.kernels = True, indices, ()
-    _moving.moved, _moving.left = 0, ()
+    _moving.moved, _moving.left, _moving.sources, _moving.again = 0, (), (), again
     _moving.settled, _moving.built = settled or {}, {}
     try:
         around = dict(type(function).forward.__globals__)
         around |= {alias: importlib.import_module(name) for alias, name in imports.items()}
         loaded = AOTCompiledFunction.deserialize(data, around, closed_over(function))
-        found = _moving.kernels, _moving.built
-        return Loaded(loaded.fn, _moving.moved, _moving.left, *found)
+        return Loaded(
+            loaded.fn,
+            _moving.moved,
+            _moving.left,
+            _moving.kernels,
+            _moving.built,
+            loaded if again else None,
+            _moving.sources,
+        )
     finally:
-        _moving.ours, _moving.indices, _moving.kernels, _moving.built = False, None, (), {}
+        _moving.ours, _moving.indices, _moving.kernels, _moving.sources = False, None, (), ()
+        _moving.built = {}
 
 
 def _install() -> None:
@@ -281,14 +317,16 @@ def _install() -> None:
         def deserialize(entry: Any, *rest: Any, **named: Any) -> Any:
             if not _moving.ours:
                 return original(entry, *rest, **named)
-            # torch copies the whole entry, in case somebody wants to save it again.
-            entry.__deepcopy__ = lambda memo: entry
+            if not _moving.again:
+                # torch copies the whole entry, in case somebody wants to save it again.
+                entry.__deepcopy__ = lambda memo: entry
             graphs = dict(_graphs(entry))
             for graph in graphs.values():
                 triton_names.rebase(graph)
                 if _moving.indices is not None:
                     _move_graph(graph, *_moving.indices)
                 _moving.kernels += tuple(triton_names.launched(graph))
+                _moving.sources += (graph.source_code,)
             made = original(entry, *rest, **named)
             for part, graph in graphs.items():
                 _note_built(part, graph)

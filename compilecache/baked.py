@@ -20,6 +20,7 @@ from compilecache.shapes import ShapePlan
 from compilecache.store import ArtifactStore
 
 if TYPE_CHECKING:
+    from compilecache.fingerprint import Fingerprint
     from compilecache.jobs import Publication
 
 BAKED = "COMPILECACHE_BAKED"
@@ -56,11 +57,13 @@ def bake(
     tell: Teller,
     *,
     sign_key: str | Path | None = None,
+    mark: Fingerprint | None = None,
 ) -> Publication:
     """Lays what the root has of the plan into a folder that anybody may read and nobody write.
 
-    Only ever adds: a folder baked before, for this fingerprint or another, gets what it lacks. Raises
-    CompileCacheError when the folder cannot be written.
+    Only ever adds: a folder baked before, for this fingerprint or another, gets what it lacks. ``mark``: the
+    fingerprint, where it is known; else the model is built to find it. Raises CompileCacheError when the
+    folder cannot be written.
     """
     from compilecache.jobs import (
         publish_plan,
@@ -69,7 +72,7 @@ def bake(
     try:
         with _written(folder):
             store = ArtifactStore.open(folder.absolute(), sign_key=sign_key)
-            return publish_plan(plan, devices, cache, store, tell)
+            return publish_plan(plan, devices, cache, store, tell, mark=mark)
     except OSError as error:
         if isinstance(error, CompileCacheError):
             raise

@@ -12,7 +12,7 @@ from compilecache.agreement import agreeing, interchangeable, same
 from compilecache.artifact import ADOPTED, FileEntry, Record, hash_files
 from compilecache.cachedir import CacheDir
 from compilecache.contents import LIBRARY
-from compilecache.engines.programfile import program_among
+from compilecache.engines.programfile import program_among, read_header
 from compilecache.errors import ChecksumMismatch, CompileCacheError, StoreUnavailable
 from compilecache.evidence import Evidence
 from compilecache.fetch import fetch_packs
@@ -60,6 +60,11 @@ def siblings(targets: Iterable[CompileTarget]) -> dict[str, str]:
         for index in range(MOST_GPUS)
         if (other := replace(target, device=f"cuda:{index}").key) not in own
     }
+
+
+def program_of(record: Record) -> str | None:
+    """The program among its files; None for a target that goes by trace."""
+    return program_among([entry.path for entry in record.files])
 
 
 def _passed_over(view: StoreView) -> list[CompileCacheError]:
@@ -142,8 +147,7 @@ class Exchange:
             other = record.target
             if other is None or other.spec != target.spec or other.device == target.device:
                 continue
-            program = program_among([entry.path for entry in record.files])
-            if other.device.partition(":")[0] == kind and program is not None:
+            if other.device.partition(":")[0] == kind and program_of(record) is not None:
                 return record
         return None
 
@@ -225,6 +229,37 @@ class Exchange:
         self._bring_all([records[key] for key in sorted(wanted) if key in records], done)
         done.seconds = time.perf_counter() - began
         return done
+
+    def restore_settled(self) -> Restored:
+        """Brings what the store has in place of programs that nobody has run on their GPU.
+
+        An image holds them as they were compiled; who has met the GPU since has published what came of it.
+        Raises StoreUnavailable.
+        """
+        if self.store is None:
+            return Restored()
+        here = {key: self.complete[key] for key in self.keys & self.complete.keys()}
+        unmet = {key: record for key, record in here.items() if self._is_unmet(record)}
+        if not unmet:
+            return Restored()
+        later = {key for key, record in self.view().records.items() if key in unmet
+                 and program_of(record) != program_of(unmet[key])}  # fmt: skip
+        for key in later:
+            del self.complete[key]
+        done = self.restore_again(later)
+        for key in later:
+            self.complete.setdefault(key, unmet[key])
+        return done
+
+    def _is_unmet(self, record: Record) -> bool:
+        """Whether its program says that it was compiled without its GPU, and not yet run."""
+        program = program_of(record)
+        if program is None:
+            return False
+        try:
+            return read_header(self.cache.root / program).profile is not None
+        except (ChecksumMismatch, OSError):
+            return False
 
     def adopt(self, environment: Fingerprint) -> int:
         """Restores a directory that somebody saved as it was; returns how many files it had.

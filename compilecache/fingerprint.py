@@ -104,7 +104,7 @@ def fingerprint(
     return Fingerprint(
         {
             **_versions(),
-            **_machine(device),
+            **(_machine(device) if engine == "trace" else _without_host(_machine(device))),
             **_settings(),
             **kind,
             "workload": _class_name(type(workload)),
@@ -169,6 +169,18 @@ def _machine(device: torch.device) -> dict[str, str]:
         # builds it, with torch's and Python's include folders.
         components["cpu.includes"] = f"{Path(torch.__file__).parent} {get_paths()['include']}"
     return components
+
+
+def _without_host(machine: dict[str, str]) -> dict[str, str]:
+    """What a program for a GPU is looked up by: the GPU, not the driver and the CPU beside it.
+
+    Its binaries are for the GPU alone, and it may have been compiled where there is none.
+    """
+    if machine["device"] != "cuda":
+        return machine
+    left_out = ("cpu.flags", "driver")
+    kept = {name: value for name, value in machine.items() if name not in left_out}
+    return {**kept, "cpu": platform.machine()}
 
 
 def _cpu_flags() -> list[str]:

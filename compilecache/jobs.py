@@ -10,10 +10,12 @@ from compilecache.cachedir import LOCK_TIMEOUT, CacheDir
 from compilecache.exchange import Exchange
 from compilecache.extraexchange import ExtraExchange
 from compilecache.extras import ExtraRoot
+from compilecache.fingerprint import Fingerprint
+from compilecache.gpuprofile import GpuProfile
 from compilecache.picture.last import keep_report
 from compilecache.pipeline import Job, warm
 from compilecache.progress import Progress, Teller
-from compilecache.replicas import build_replicas, fingerprint_for
+from compilecache.replicas import build_fakes, build_replicas, fingerprint_for
 from compilecache.report import Report
 from compilecache.shapes import TARGET_LIMIT, ShapePlan
 from compilecache.store import ArtifactStore
@@ -33,8 +35,12 @@ def warm_plan(
     limit: int = TARGET_LIMIT,
     lock_timeout: float = LOCK_TIMEOUT,
     extras: tuple[ExtraRoot, ...] = (),
+    profile: GpuProfile | None = None,
 ) -> Report:
-    """Makes every target of the plan warm with models built for it. Raises as ``pipeline.warm``."""
+    """Makes every target of the plan warm with models built for it. Raises as ``pipeline.warm``.
+
+    ``profile``: of a GPU that is not there, in a process that was prepared for that.
+    """
     workload = workload_of_plan(plan)
     for spec in plan.specs:
         workload.check(spec)
@@ -50,8 +56,10 @@ def warm_plan(
         share=share,
         lock_timeout=lock_timeout,
         extras=extras,
+        profile=profile,
     )
-    report = warm(job, build_replicas(workload, devices), progress)
+    build = build_replicas if profile is None else build_fakes
+    report = warm(job, build(workload, devices), progress)
     with suppress(OSError):  # for 'compilecache report' alone
         keep_report(cache.root, report)
     return report
@@ -81,12 +89,14 @@ def publish_plan(
     *,
     lock_timeout: float = LOCK_TIMEOUT,
     extras: tuple[ExtraRoot, ...] = (),
+    mark: Fingerprint | None = None,
 ) -> Publication:
     """Publishes the plan's complete targets, and what extra roots hold.
 
-    Raises LockTimeout, StoreUnavailable.
+    ``mark``: the fingerprint, where it is known; else the model is built to find it. Raises LockTimeout,
+    StoreUnavailable.
     """
-    mark = fingerprint_for(plan, devices[0])
+    mark = mark or fingerprint_for(plan, devices[0])
     targets = {target.key: target for target in plan.targets(devices)}
     exchange = Exchange(cache, store, mark, targets)
     with cache.lock("publishing", timeout=lock_timeout):

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from compilecache import outcomes, torch_names
 from compilecache.cachedir import CacheDir
 from compilecache.claims import Claims
-from compilecache.engines.choice import Engine, engine_of
+from compilecache.engines.choice import Engine, engine_of, offline_engine
 from compilecache.engines.harness import Replica, Run
 from compilecache.engines.trace import SPARE_ENTRIES
 from compilecache.errors import (
@@ -32,6 +32,7 @@ from compilecache.exchange import Exchange, Restored, siblings
 from compilecache.extraexchange import ExtraRoots
 from compilecache.extras import ExtraRoot
 from compilecache.fingerprint import environment, fingerprint
+from compilecache.gpuprofile import GpuProfile
 from compilecache.progress import LogProgress, Progress
 from compilecache.remains import sweep
 from compilecache.replicas import refuse_mixed
@@ -75,6 +76,8 @@ class Job:
     """Cache roots of other compilers, restored before and published after."""
     spare: int = SPARE_ENTRIES
     """Compiled entries to leave room for beyond the targets."""
+    profile: GpuProfile | None = None
+    """The GPU to compile for in a process that was prepared to do without it; else None."""
 
 
 Turns = Callable[[Sequence[CompileTarget]], Iterator[CompileTarget]]
@@ -99,7 +102,7 @@ def warm(job: Job, replicas: Iterable[Replica], progress: Progress | None = None
         engine=job.engine,
     )
     keys = {target.key for target in job.targets}
-    moving = job.engine != "trace" and job.compile_once_per_gpu_kind
+    moving = job.engine != "trace" and job.compile_once_per_gpu_kind and job.profile is None
     elsewhere = siblings(job.targets) if moving else None
     exchange = Exchange(job.cache, job.store, mark, keys, elsewhere)
     return _Warming(job, exchange, progress or LogProgress()).run(chain([first], iterator))
@@ -138,7 +141,19 @@ class _Warming:
         self._progress = progress
         if job.store is not None:
             job.store.listener = progress.moving
-        self._engine = engine_of(
+        self._engine = self._engine_of(job)
+        self._extras = ExtraRoots(job.extras, job.store, exchange.mark, job.lock_timeout)
+        self._restored = Restored()
+        self._gave_up: list[str] = []
+        self._rows: dict[str, TargetReport] = {}
+        self._locked = False
+
+    def _engine_of(self, job: Job) -> Engine:
+        if job.profile is not None:
+            return offline_engine(
+                job.workload, job.cache, job.options, job.profile, strict=job.strict
+            )
+        return engine_of(
             job.engine,
             job.workload,
             job.cache,
@@ -147,11 +162,6 @@ class _Warming:
             elsewhere=self._files_elsewhere,
             strict=job.strict,
         )
-        self._extras = ExtraRoots(job.extras, job.store, exchange.mark, job.lock_timeout)
-        self._restored = Restored()
-        self._gave_up: list[str] = []
-        self._rows: dict[str, TargetReport] = {}
-        self._locked = False
 
     def run(self, replicas: Iterator[Replica]) -> Report:
         began = time.perf_counter()
@@ -181,6 +191,7 @@ class _Warming:
             self._progress.doing("restoring", f"from {self._job.baked.url}")
             with self._surviving("restoring what came with the image"):
                 self._arrived(self._exchange.restore_from(self._job.baked))
+                self._arrived(self._exchange.restore_settled())
         if self._job.store is None or not self._exchange.missing:
             return
         self._progress.doing("restoring", f"from {self._job.store.url}")
@@ -334,6 +345,7 @@ class _Warming:
     def _keep(self, target: CompileTarget, run: Run, *, complete: bool) -> bool:
         """Packs and publishes a finished target at once. True when the store took it."""
         as_it_was = complete and run.evidence.compiled_nothing and not run.troubles
+        as_it_was = as_it_was and not run.first_contact
         if not run.files or as_it_was:
             return False
         with self._surviving(f"publishing {target}"), self._lock():

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from compilecache.engines.harness import Replica
-from compilecache.errors import PlanError
+from compilecache.errors import CompileCacheError, PlanError
 from compilecache.fingerprint import Fingerprint, fingerprint
 from compilecache.shapes import ShapePlan
 from compilecache.workload import Workload, workload_of_plan
@@ -18,6 +18,25 @@ def build_replicas(workload: Workload, devices: Sequence[str]) -> Iterator[Repli
     for device in devices:
         refuse_absent(device)
         yield Replica(device, workload.build(torch.device(device)))
+
+
+def build_fakes(workload: Workload, devices: Sequence[str]) -> Iterator[Replica]:
+    """Models without data, for devices that are not there. Raises PlanError naming the line at fault."""
+    from compilecache import absent_gpu, undecided
+
+    for device in devices:
+        try:
+            with absent_gpu.faking():
+                module = workload.build(torch.device(device))
+        except CompileCacheError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"the model cannot be built without its GPU: {undecided.words_of(error)}",
+                next_step="Compile it where the GPU is, or change what is named",
+                field="workload",
+            ) from error
+        yield Replica(device, module)
 
 
 def refuse_absent(device: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from compilecache.cachedir import LOCK_TIMEOUT, CacheDir
+from compilecache.errors import StoreUnavailable
 from compilecache.exchange import Exchange, Restored, siblings
 from compilecache.extraexchange import ExtraExchange
 from compilecache.extras import ExtraRoot
@@ -81,7 +82,8 @@ def restore_plan(
         for trouble in exchange.look(repair=True):
             tell(f"warning: {trouble}; moved aside")
         local = len(exchange.keys & exchange.complete.keys())
-        done = exchange.restore_from(baked) if baked is not None else Restored()
+        done = Restored() if baked is None else exchange.restore_from(baked)
+        done.add(_settled(exchange, tell))
         done.add(exchange.restore() if exchange.missing else Restored())
         lacking = [
             target
@@ -108,6 +110,15 @@ def restore_plan(
             extra.name for extra, other in zip(extras, others, strict=True) if other.faults
         ),
     )
+
+
+def _settled(exchange: Exchange, tell: Teller) -> Restored:
+    """What an image has serves as well: a store that does not answer is not waited for."""
+    try:
+        return exchange.restore_settled()
+    except StoreUnavailable as error:
+        tell(f"warning: {error}; what came with the image is used as it is")
+        return Restored()
 
 
 def _own_mark(plan: ShapePlan, device: str) -> Fingerprint:

@@ -102,9 +102,13 @@ def is_wrapper(module: nn.Module) -> bool:
     return bool(names & wrappers)
 
 
+_PLAIN = {
+    ("torch.nn.parameter", "Parameter"),
+    ("torch.nn.parameter", "Buffer"),
+    ("torch._subclasses.fake_tensor", "FakeTensor"),
+}
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a parameter or buffer is an ordinary tensor, whatever torch calls its class."""
-    return type(tensor).__module__ == "torch.nn.parameter" and type(tensor).__name__ in (
-        "Parameter",
-        "Buffer",
-    )
+    return (type(tensor).__module__, type(tensor).__name__) in _PLAIN

@@ -229,6 +229,15 @@ def failing_at_limit() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_limits() -> Iterator[None]:
+    """Eager attention compiles a wrapper of its own with an eager backend, an entry a shape."""
+    import torch._dynamo.config as config
+
+    with config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
+        yield
+
+
 def is_limit_error(error: BaseException) -> bool:
     """Whether an exception, or what caused it, says that the recompile limit was reached."""
     from torch._dynamo.exc import FailOnRecompileLimitHit

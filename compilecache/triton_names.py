@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from compilecache.torch_names import absent
 _PLACES = {
     "torch._inductor.async_compile": ["CompiledTritonKernels.key"],
     "torch._inductor.codecache": ["PyCodeCache.modules"],
+    "torch._inductor.codegen.triton": ["get_fused_kernel_name"],
     "torch._inductor.runtime.cache_dir_utils": ["cache_dir", "triton_cache_dir"],
     "torch._inductor.runtime.hints": ["DeviceProperties"],
     "torch._inductor.runtime.runtime_utils": ["triton_hash_to_path_key"],
@@ -55,6 +57,35 @@ def built(graph: Any) -> Iterator[tuple[str, Any]]:
     for name, thing in vars(next(of_graph, object)).items():
         if hasattr(thing, "launchers") and not any(thing is kernel for kernel in ready):
             yield name, thing
+
+
+# -- how they are named ---------------------------------------------------------------------
+
+
+LONGEST_NAME = 120
+"""Letters of a kernel's name that say what is fused in it; its kind and its number come on top.
+
+Triton cuts names of files at 150. torch looks for a binary by the whole name, does not find it, and
+so bundles no kernel of a longer one: each start would time its configurations, and build a launcher
+for it with gcc.
+"""
+
+
+@contextmanager
+def short_names() -> Iterator[None]:
+    """Kernels are given names of which Triton makes names of files without cutting them."""
+    triton: Any = importlib.import_module("torch._inductor.codegen.triton")
+    original = triton.get_fused_kernel_name
+
+    def shortened(*args: Any) -> str:
+        name: str = original(*args)
+        return name[:LONGEST_NAME]
+
+    triton.get_fused_kernel_name = shortened
+    try:
+        yield
+    finally:
+        triton.get_fused_kernel_name = original
 
 
 # -- what is bundled ------------------------------------------------------------------------
@@ -97,17 +128,38 @@ def tune(graph: Any, kernels: Iterable[tuple[str, Any]]) -> list[str]:
     ``kernels``: torch's key of a kernel and its object in this process; of one kernel in several graphs
     there are several. Returns what stays as it was, in words: torch tunes it wherever it is loaded.
     """
+    return _choose(graph, kernels, _winner)
+
+
+def complete(graph: Any, kernels: Iterable[tuple[str, Any]]) -> list[str]:
+    """Gives each of a graph's kernels all configurations that can be launched, as they are loaded here.
+
+    So torch compiles no variant of a reduction wherever it is loaded. Returns what stays as it was.
+    """
+    return _choose(graph, kernels, _launchable)
+
+
+Choice = Callable[[Sequence[Any], Any], tuple[list[Any], str]]
+"""From the live objects of a kernel and the bundled one: compiled configurations, or none and why."""
+
+
+def _choose(graph: Any, kernels: Iterable[tuple[str, Any]], choice: Choice) -> list[str]:
     bundle = getattr(graph, "_triton_bundle", None)
     if bundle is None:
         return []
-    graph._triton_bundle, untuned = tuned_bundle(bundle, kernels)
+    graph._triton_bundle, untuned = chosen_bundle(bundle, kernels, choice)
     return untuned
 
 
 def tuned_bundle(bundle: Any, kernels: Iterable[tuple[str, Any]]) -> tuple[Any, list[str]]:
     """A bundle of the winners, with the binaries of those that torch compiled after it."""
-    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
+    return chosen_bundle(bundle, kernels, _winner)
 
+
+def chosen_bundle(
+    bundle: Any, kernels: Iterable[tuple[str, Any]], choice: Choice
+) -> tuple[Any, list[str]]:
+    """A bundle of the configurations that ``choice`` takes, with the binaries of new ones."""
     live: dict[str, list[Any]] = {}
     for key, kernel in kernels:
         live.setdefault(key, []).append(kernel)
@@ -115,46 +167,70 @@ def tuned_bundle(bundle: Any, kernels: Iterable[tuple[str, Any]]) -> tuple[Any, 
     more: dict[str, Any] = {}
     untuned: list[str] = []
     for autotuner in bundle.static_autotuners:
-        won, why = _winner(live.get(autotuner.cache_key, []), autotuner.kernel)
-        if won is None:
+        found, why = choice(live.get(autotuner.cache_key, []), autotuner.kernel)
+        results, added = _to_bundle(found, autotuner.kernel, device)
+        if len(results) < len(found):
+            why = "Triton keeps no binary of it"
+        if why:
             untuned.append(f"{autotuner.kernel_name}: {why}")
             continue
-        bundled = [
-            r for r in autotuner.kernel.compile_results if _config(r.config) == _config(won.config)
-        ]
-        folder = triton_hash_to_path_key(won.kernel.hash)
-        artifacts = None if bundled else _artifacts_of(folder, device)
-        if not bundled and not artifacts:
-            untuned.append(f"{autotuner.kernel_name}: Triton keeps no binary of it in '{folder}'")
-            continue
-        if artifacts:
-            more[folder] = artifacts
-        autotuner.kernel.compile_results = bundled[:1] or [_unloaded(won)]
+        more |= added
+        autotuner.kernel.compile_results = results
         autotuner.kernel.inductor_meta["dynamic_scale_rblock"] = False
     if not more:
         return bundle, untuned
     from torch._inductor.triton_bundler import TritonKernelArtifacts
 
-    added = [TritonKernelArtifacts(folder, device, list(found)) for folder, found in more.items()]
-    all_artifacts = [*bundle.kernel_artifacts, *added]
-    return dataclasses.replace(bundle, kernel_artifacts=all_artifacts), untuned
+    new = [TritonKernelArtifacts(folder, device, list(files)) for folder, files in more.items()]
+    return dataclasses.replace(bundle, kernel_artifacts=[*bundle.kernel_artifacts, *new]), untuned
 
 
-def _winner(live: Sequence[Any], bundled: Any) -> tuple[Any, str]:
-    """The result that a kernel has settled on, of the kind that travels; else None and why not."""
+def _to_bundle(
+    found: Sequence[Any], kernel: Any, device: int
+) -> tuple[list[Any], dict[str, list[Any]]]:
+    """Compiled configurations as a bundle holds them, and the binaries that it has not yet."""
+    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
+
+    bundled = {_config(result.config): result for result in kernel.compile_results}
+    results: list[Any] = []
+    more: dict[str, list[Any]] = {}
+    for result in found:
+        if (known := bundled.get(_config(result.config))) is not None:
+            results.append(known)
+            continue
+        folder = triton_hash_to_path_key(result.kernel.hash)
+        if artifacts := _artifacts_of(folder, device):
+            more[folder] = artifacts
+            results.append(_unloaded(result))
+    return results, more
+
+
+def _winner(live: Sequence[Any], bundled: Any) -> tuple[list[Any], str]:
+    """The result that a kernel has settled on, of the kind that travels; else none and why not."""
     settled = [kernel for kernel in live if len(getattr(kernel, "launchers", ())) == 1]
     if not settled:
         counts = [len(getattr(kernel, "launchers", ())) for kernel in live]
-        return None, f"it has not run (launchers: {counts})"
-    launcher = settled[0].launchers[0]
-    if not hasattr(launcher, "config") or not bundled.compile_results:
-        return None, "it has no configurations to choose from"
-    kind, wanted = type(bundled.compile_results[0]), _config(launcher.config)
-    found = [r for r in settled[0].compile_results if _config(r.config) == wanted]
-    if not found or type(found[0]) is not kind:
+        return [], f"it has not run (launchers: {counts})"
+    return _launched_by(settled[0], settled[0].launchers, bundled)
+
+
+def _launchable(live: Sequence[Any], bundled: Any) -> tuple[list[Any], str]:
+    """All results of a kernel that have a launcher."""
+    if not live:
+        return [], "it was not loaded"
+    return _launched_by(live[0], live[0].launchers, bundled)
+
+
+def _launched_by(kernel: Any, launchers: Sequence[Any], bundled: Any) -> tuple[list[Any], str]:
+    """The results that these launchers stand for."""
+    if not all(hasattr(one, "config") for one in launchers) or not bundled.compile_results:
+        return [], "it has no configurations to choose from"
+    kind, wanted = type(bundled.compile_results[0]), [_config(one.config) for one in launchers]
+    found = [result for result in kernel.compile_results if _config(result.config) in wanted]
+    if len(found) != len(wanted) or any(type(result) is not kind for result in found):
         kinds = [type(result).__name__ for result in found]
-        return None, f"what won is no {kind.__name__} ({kinds or 'and not among its results'})"
-    return found[0], ""
+        return [], f"what is left is no {kind.__name__} ({kinds or 'and not among its results'})"
+    return found, ""
 
 
 def winner(kernel: Any) -> str | None:

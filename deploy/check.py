@@ -46,7 +46,7 @@ def checks() -> Iterator[tuple[str, list[str]]]:
     for version in VERSIONS:
         validate = [tool("kubernetes-validate"), "--strict", "--quiet", "-k", version]
         yield f"manifests, Kubernetes {version}", [*validate, *manifests]
-    yield "Dockerfile", [tool("hadolint"), str(DEPLOY / "image/Dockerfile")]
+    yield "Dockerfiles", [tool("hadolint"), *found("image", "*Dockerfile")]
     schema = [tool("check-jsonschema"), "--builtin-schema"]
     yield "GitHub", [*schema, "vendor.github-workflows", *found("github", "*.yml")]
     yield "GitLab", [*schema, "vendor.gitlab-ci", *found("gitlab", "*.yml")]

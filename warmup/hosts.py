@@ -127,7 +127,7 @@ class HostJob:
         settings = order.settings.model_copy(update={"root": cache.root})
         problem = ""
         try:
-            report = carry_out(Request(order.plan, devices), settings, Steps(self._tell))
+            report = carry_out(Request(order.plan, devices), settings, Steps(self._tell)).report
         except JobFailed as error:
             report, problem = error.report, str(error)
         keys = {row.key for row in report.targets}

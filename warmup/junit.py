@@ -11,10 +11,10 @@ from compilecache.report import Report, TargetReport
 _UNFIT = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def junit(report: Report, unproven: Mapping[str, str]) -> bytes:
+def junit(report: Report, unproven: Mapping[str, str], *, absent_gpu: str = "") -> bytes:
     """One suite, one case a target; ``unproven``: key of a target → why a fresh process would compile it.
 
-    A failed target is an error, an unproven one a failure, one that torch compiles at every start too.
+    ``absent_gpu``: what it was all compiled for and could not run on. A failed target is an error, an unproven one a failure, one that torch compiles at every start too.
     """
     suite = Element("testsuite", name="compilecache", time=f"{report.seconds:.3f}")
     suite.set("tests", str(len(report.targets)))
@@ -28,7 +28,8 @@ def junit(report: Report, unproven: Mapping[str, str]) -> bytes:
             counts[kind] += 1
             first = _plain(text).partition("\n")[0]
             SubElement(case, kind, message=first[:300]).text = _plain(text)
-        SubElement(case, "system-out").text = _plain(f"{row.status} by {row.engine}")
+        where = f", not run here: it is for {absent_gpu}" if absent_gpu else ""
+        SubElement(case, "system-out").text = _plain(f"{row.status} by {row.engine}{where}")
     suite.set("errors", str(counts["error"]))
     suite.set("failures", str(counts["failure"]))
     if report.gave_up:

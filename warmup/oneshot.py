@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from compilecache import CompileCacheError
+from compilecache.fingerprint import Fingerprint
+from compilecache.gpuprofile import GpuProfile
 from compilecache.progress import Progress
 from compilecache.report import Report, Status, TargetReport
 from compilecache.shapes import ShapePlan
@@ -32,6 +35,15 @@ class JobFailed(CompileCacheError):
         super().__init__(problem, next_step=next_step)
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What a job came to."""
+
+    report: Report
+    mark: Fingerprint | None
+    """What its artifacts are kept under; None when no worker said."""
+
+
 class Watched(Queue):
     """A queue that tells somebody what its worker is at, and keeps the rows as they come."""
 
@@ -39,6 +51,12 @@ class Watched(Queue):
         super().__init__(database, _nobody, keep_jobs=1)
         self._progress = progress
         self.rows: dict[str, TargetReport] = {}
+        self.mark: Fingerprint | None = None
+
+    def note_fingerprint(self, work: Work, digest: str, components: Mapping[str, str]) -> None:
+        """The same, and keeps what it is over."""
+        super().note_fingerprint(work, digest, components)
+        self.mark = Fingerprint(components) if components else None
 
     def note_phase(self, work: Work, phase: str, key: str | None, what: str) -> None:
         """The library's own progress."""
@@ -69,10 +87,11 @@ def carry_out(
     progress: Progress,
     *,
     command: Sequence[str] = WORKER,
-) -> Report:
+    profile: GpuProfile | None = None,
+) -> Carried:
     """Warms the plan in workers that are ended at their deadlines; every target has a row.
 
-    Raises JobFailed, which has the report, for what is more than its targets say, and for Ctrl-C. What has
+    ``profile``: of a GPU that is not there, for which they compile. Raises JobFailed, which has the report, for what is more than its targets say, and for Ctrl-C. What has
     ended is in the root and in the store: the next run goes on there.
     """
     began = time.monotonic()
@@ -81,7 +100,7 @@ def carry_out(
         queue = Watched(Database(Path(name)), progress)
         job, _ = queue.submit(request)
         progress.begin(job.targets)
-        runner = Runner(queue, settings, command=command)
+        runner = Runner(queue, settings, command=command, profile=profile)
         runner.start()
         interrupted = False
         try:
@@ -103,7 +122,7 @@ def carry_out(
             step = detail.next_step or ""
             step = "See what its worker printed, above" if name in step else step
             raise JobFailed(detail.error, report, next_step=step)
-        return report
+        return Carried(report, queue.mark)
 
 
 def find_unproven(

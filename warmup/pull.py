@@ -74,7 +74,8 @@ def pull(
 ) -> None:
     """Restore PLAN, every digest checked, and compile nothing.
 
-    The store is asked, and waited for, only for what the root and the image lack. Leaves with 3 and says
+    The store is asked, and waited for, only for what the root and the image lack; for what has become
+    of programs that nobody had run on their GPU it is asked, too, and not waited for. Leaves with 3 and says
     "partly" or "cold" when something is missing, whatever the reason; the trainer then compiles it.
     """
     from compilecache.baked import open_baked

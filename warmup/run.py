@@ -14,10 +14,13 @@ import click
 from compilecache import CompileCacheError
 from compilecache.cli import DONE, NOT_WARM
 from compilecache.cli import options as common
+from compilecache.offline import DEVICE
 from warmup.options import deadline_options, heed_sigterm
 
 if TYPE_CHECKING:
     from compilecache.cachedir import CacheDir
+    from compilecache.fingerprint import Fingerprint
+    from compilecache.gpuprofile import GpuProfile
     from compilecache.report import Report
     from compilecache.shapes import ShapePlan
     from warmup.service.settings import Settings
@@ -37,6 +40,7 @@ file_option = click.Path(path_type=Path, dir_okay=False)
     common.extra_option,
     common.lock_option,
     common.share_option,
+    common.profile_option,
 )
 @click.option(
     "--shard",
@@ -65,6 +69,7 @@ def run(
     extra_roots: tuple[str, ...],
     lock_timeout: float,
     no_share: bool,
+    gpu_profile: str | None,
     shard: str | None,
     target_timeout: float,
     timeout: float | None,
@@ -76,16 +81,19 @@ def run(
 
     Targets are compiled in a process of their own, which is ended at a deadline, and again where it
     dies. What is finished is kept whatever happens: run it again, and it goes on there. Prints one JSON
-    line; leaves with 3 when something is not warm.
+    line; leaves with 3 when something is not warm. With --gpu-profile nothing can run here: the first
+    start with that GPU proves it.
     """
     from compilecache.shapes import ShapePlan
 
-    plan = _share(ShapePlan.load(plan_file), shard)
+    whole = ShapePlan.load(plan_file)
+    profile = _absent(gpu_profile, whole, devices, extra_roots)
+    plan = _share(whole, shard)
     if plan is None:
         click.echo(json.dumps({"state": "warm", "targets": 0, "shard": shard}))
         return
     cache = common.open_root(root)
-    for extra in common.open_extras(extra_roots, cache):
+    for extra in () if profile else common.open_extras(extra_roots, cache):
         extra.use()  # for the fresh process of the proof
     common.open_store(store, trust_keys, sign_key)
     from warmup.oneshot import FOREVER, find_unproven
@@ -104,19 +112,20 @@ def run(
         target_deadline=target_timeout,
         job_deadline=timeout or FOREVER,
     )
-    places = tuple(common.choose_devices(devices))
+    places = (DEVICE,) if profile else tuple(common.choose_devices(devices))
     heed_sigterm()
-    report, problem = _warm(plan, places, settings)
-    # A job that was ended has no time for a proof.
-    unproven = (
-        find_unproven(plan, places, report, deadline - time.monotonic()) if not problem else {}
-    )
+    report, mark, problem = _warm(plan, places, settings, profile)
+    unproven = {}
+    # A job that was ended has no time for a proof, and what is for another GPU cannot run here.
+    if problem is None and profile is None:
+        unproven = find_unproven(plan, places, report, deadline - time.monotonic())
     good = report.warm and problem is None and not unproven
-    _write(junit, report_file, report, unproven)
+    _write(junit, report_file, report, unproven, profile)
     line = _line(report, unproven, good=good) | ({"shard": shard} if shard else {})
+    line |= {"gpu_profile": profile.name} if profile else {}
     if bake is not None and good:
         try:
-            line["baked"] = _lay(plan, places, cache, bake, sign_key)
+            line["baked"] = _lay(plan, places, cache, bake, sign_key, mark)
         except CompileCacheError as error:  # the line and the files are told all the same
             problem = error
     click.echo(json.dumps(line))
@@ -125,13 +134,35 @@ def run(
     raise SystemExit(DONE if good else NOT_WARM)
 
 
+def _absent(
+    name: str | None, plan: ShapePlan, devices: str | None, extra_roots: tuple[str, ...]
+) -> GpuProfile | None:
+    """The GPU that is not there. Raises for what cannot be compiled for it, before anything is."""
+    if name is None:
+        return None
+    from compilecache.gpuprofile import GpuProfile, refuse_other_versions
+    from compilecache.offline import NOTICE, refuse_plan
+
+    common.refuse_with_profile(devices, verify=False, extra_roots=extra_roots)
+    profile = GpuProfile.load(name)
+    refuse_plan(plan)
+    refuse_other_versions(profile)
+    common.tell(NOTICE.format(name=profile.name))
+    return profile
+
+
 def _lay(
-    plan: ShapePlan, places: tuple[str, ...], cache: CacheDir, folder: Path, sign_key: Path | None
+    plan: ShapePlan,
+    places: tuple[str, ...],
+    cache: CacheDir,
+    folder: Path,
+    sign_key: Path | None,
+    mark: Fingerprint | None,
 ) -> int:
     """How many targets the baked cache has."""
     from compilecache.baked import bake
 
-    laid = bake(plan, places, cache, folder, common.tell, sign_key=sign_key)
+    laid = bake(plan, places, cache, folder, common.tell, sign_key=sign_key, mark=mark)
     return len(laid.published) + laid.known
 
 
@@ -143,17 +174,19 @@ def _share(plan: ShapePlan, shard: str | None) -> ShapePlan | None:
 
 
 def _warm(
-    plan: ShapePlan, places: tuple[str, ...], settings: Settings
-) -> tuple[Report, CompileCacheError | None]:
-    """The report, and what went wrong with the job as a whole."""
+    plan: ShapePlan, places: tuple[str, ...], settings: Settings, profile: GpuProfile | None
+) -> tuple[Report, Fingerprint | None, CompileCacheError | None]:
+    """The report, what it is all kept under, and what went wrong with the job as a whole."""
     from warmup.oneshot import JobFailed, carry_out
     from warmup.service.queue import Request
 
     with ExitStack() as stack:
+        progress = common.show_progress(stack)
         try:
-            return carry_out(Request(plan, places), settings, common.show_progress(stack)), None
+            done = carry_out(Request(plan, places), settings, progress, profile=profile)
         except JobFailed as error:
-            return error.report, error
+            return error.report, None, error
+    return done.report, done.mark, None
 
 
 def _line(report: Report, unproven: dict[str, str], *, good: bool) -> dict[str, object]:
@@ -173,11 +206,16 @@ def _line(report: Report, unproven: dict[str, str], *, good: bool) -> dict[str, 
 
 
 def _write(
-    junit: Path | None, report_file: Path | None, report: Report, unproven: dict[str, str]
+    junit: Path | None,
+    report_file: Path | None,
+    report: Report,
+    unproven: dict[str, str],
+    profile: GpuProfile | None,
 ) -> None:
     from warmup.junit import junit as as_junit
 
     if junit is not None:
-        common.write_file(junit, as_junit(report, unproven))
+        absent = profile.name if profile else ""
+        common.write_file(junit, as_junit(report, unproven, absent_gpu=absent))
     if report_file is not None:
         common.write_file(report_file, report.model_dump_json(indent=2).encode() + b"\n")

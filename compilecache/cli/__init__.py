@@ -24,7 +24,7 @@ from compilecache.errors import (
 
 COMMANDS = (
     *("plan", "fingerprint", "warm", "restore", "verify", "explain", "doctor", "publish", "ls"),
-    *("tag", "report", "keygen", "sign", "gc", "fsck"),
+    *("tag", "report", "keygen", "sign", "gc", "fsck", "gpu-profile"),
 )
 
 DONE, FAULT, USAGE, NOT_WARM, DAMAGED, TIMED_OUT = range(6)
@@ -51,7 +51,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"compilecache.cli.{cmd_name}"), cmd_name)
+        name = cmd_name.replace("-", "_")
+        command = getattr(importlib.import_module(f"compilecache.cli.{name}"), name)
         assert isinstance(command, click.Command)
         return command
 

@@ -126,6 +126,13 @@ workload_options = (
     ),
 )
 
+profile_option = click.option(
+    "--gpu-profile",
+    metavar="FILE",
+    help="Compile for the GPU that this describes, on a machine without it: a file of 'compilecache "
+    "gpu-profile', or the name of one that is shipped (h200). Experimental; engine program.",
+)
+
 side_options = (
     click.option("--local", is_flag=True, help="The cache root; with --remote too, both."),
     click.option(
@@ -192,6 +199,20 @@ def choose_devices(devices: str | None) -> list[str]:
     for device in chosen or [devices]:
         refuse_absent(device)
     return chosen
+
+
+def refuse_with_profile(devices: str | None, *, verify: bool, extra_roots: Sequence[str]) -> None:
+    """Raises a usage error for what cannot go together with --gpu-profile."""
+    if devices not in (None, "cuda:0"):
+        raise click.UsageError(
+            "--gpu-profile takes no --device: what it compiles serves every index of that GPU"
+        )
+    if verify:
+        raise click.UsageError(
+            "--gpu-profile and --verify exclude each other: nothing can run here"
+        )
+    if extra_roots:
+        raise click.UsageError("--gpu-profile and --extra-root exclude each other")
 
 
 def names_of(devices: str) -> list[str]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from compilecache.cli import options as common
+from compilecache.gpuprofile import GpuProfile
 from compilecache.shapes import EngineName
+
+if TYPE_CHECKING:
+    from compilecache.report import Report
 
 
 @click.command(epilog="Example: compilecache warm plan.yaml --store s3://bucket/cache")
@@ -26,6 +31,7 @@ from compilecache.shapes import EngineName
     common.lock_option,
     common.share_option,
     common.network_option,
+    common.profile_option,
 )
 @click.option(
     "--strict",
@@ -51,6 +57,7 @@ def warm(
     lock_timeout: float,
     no_share: bool,
     allow_network_root: bool,
+    gpu_profile: str | None,
     strict: bool,
     verify: bool,
     as_json: bool,
@@ -63,6 +70,26 @@ def warm(
     plan = common.load_plan(plan_file, workload, settings, engine)
     plan.targets(["cpu"], limit=limit)
     cache = common.open_root(root, allow_network=allow_network_root)
+    if gpu_profile is not None:
+        from compilecache.offline import Request, warm_offline
+
+        common.refuse_with_profile(devices, verify=verify, extra_roots=extra_roots)
+        report = warm_offline(
+            Request(
+                plan=plan,
+                profile=GpuProfile.load(gpu_profile),
+                root=cache.root,
+                store=store,
+                baked=baked,
+                sign_key=sign_key,
+                trust_keys=trust_keys,
+                strict=strict,
+                share=not no_share,
+                lock_timeout=lock_timeout,
+            )
+        )
+        _show(report, as_json=as_json)
+        return
     extras = common.open_extras(extra_roots, cache)
     opened = common.open_store(store, trust_keys, sign_key)
     from compilecache.baked import open_baked
@@ -84,13 +111,18 @@ def warm(
             lock_timeout=lock_timeout,
             extras=extras,
         )
+    _show(report, as_json=as_json)
+    if verify:
+        from compilecache.cli.verify import check
+
+        check(plan, places, cache, as_json=False, quiet=as_json)
+
+
+def _show(report: Report, *, as_json: bool) -> None:
+    """Leaves with 3 when something is not warm."""
     if as_json:
         common.print_json(report.model_dump(mode="json"))
     else:
         click.echo(report.table(), nl=False)
     if not report.warm:
         raise SystemExit(3)
-    if verify:
-        from compilecache.cli.verify import check
-
-        check(plan, places, cache, as_json=False, quiet=as_json)

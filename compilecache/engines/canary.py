@@ -34,6 +34,9 @@ TOLERANCE = 2e-2
 """Relative to a tensor's norm; for half precisions, where kernels that add up in another order differ
 by a few thousandths."""
 
+EAGER = 5
+"""How many times as much where eager is the reference: it rounds between operations, fused code does not."""
+
 SMALL = 1e-3
 """A gradient this small beside the largest is noise: it is compared on the largest one's scale."""
 

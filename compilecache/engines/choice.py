@@ -12,6 +12,7 @@ from compilecache.cachedir import CacheDir
 from compilecache.engines.harness import Harness, Replica, Run
 from compilecache.engines.program import Elsewhere, ProgramEngine
 from compilecache.engines.trace import SPARE_ENTRIES, TraceEngine
+from compilecache.gpuprofile import GpuProfile
 from compilecache.shapes import CompileTarget, EngineName
 from compilecache.workload import Workload
 
@@ -51,3 +52,19 @@ def engine_of(
     if name == "trace":
         return TraceEngine(workload, cache, options, spare=spare)
     return ProgramEngine(workload, cache, options, spare=spare, elsewhere=elsewhere, strict=strict)
+
+
+def offline_engine(
+    workload: Workload,
+    cache: CacheDir,
+    options: Mapping[str, JsonValue] | None,
+    profile: GpuProfile,
+    *,
+    strict: bool = False,
+) -> Engine:
+    """For a process without the GPU that it compiles for."""
+    from compilecache.engines.offline import (
+        OfflineEngine,  # what it replaces is no business of others
+    )
+
+    return OfflineEngine(workload, cache, options, profile, strict=strict)

@@ -12,6 +12,7 @@ from compilecache import state_names
 from compilecache.engines.conditions import Scope, unmet
 from compilecache.engines.programfile import Header
 from compilecache.engines.watched import tensors_digest
+from compilecache.gpuprofile import GpuProfile
 from compilecache.shapes import CompileTarget
 from compilecache.sources import file_digest, import_name
 
@@ -47,6 +48,21 @@ def hardware(device: torch.device) -> str:
         return device.type
     found = torch.cuda.get_device_properties(device)
     return f"{found.name} sm_{found.major}{found.minor}, {found.multi_processor_count} processors"
+
+
+def profile_differences(profile: GpuProfile, device: torch.device) -> dict[str, tuple[str, str]]:
+    """What of a GPU is not as the profile says: (profile, here) by field; empty if it is that GPU."""
+    here = torch.cuda.get_device_properties(device)
+    pairs = {f"gpu.{n}": (v, getattr(here, n, "absent")) for n, v in profile.properties().items()}
+    return {
+        name: (str(said), str(found))
+        for name, (said, found) in pairs.items()
+        if said != found and name not in _CAPACITY
+    }
+
+
+_CAPACITY = ("gpu.total_memory", "gpu.L2_cache_size")
+"""Reach no code that is compiled, and differ a little from board to board."""
 
 
 def torch_build() -> str:

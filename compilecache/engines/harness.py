@@ -71,6 +71,8 @@ class Run:
     """The device that a program was compiled on, where that is another one."""
     troubles: tuple[CompileCacheError, ...] = ()
     """Programs that were there and could not be used: damage, or something they depend on changed."""
+    first_contact: bool = False
+    """Whether a program that was compiled without its GPU has run on one for the first time."""
 
 
 @dataclass(slots=True)
@@ -106,19 +108,21 @@ class Harness:
 
     @contextmanager
     def observed(
-        self, target: CompileTarget, module: nn.Module, *, expect_warm: bool
+        self, target: CompileTarget, module: nn.Module, *, expect_warm: bool, runs: bool = True
     ) -> Iterator[Seen]:
         """Whatever is compiled, opened or written in here is seen; the module is as it was.
 
         ``expect_warm``: code generation, should any happen, stays in this process, where it is seen.
+        ``runs``: False where nothing does, since the device is not there.
         """
         device = torch.device(target.device)
         if device.type == "cuda":
             inductor_names.settle_ptxas()
         before = self.cache.files()
         with ExitStack() as stack:
-            stack.enter_context(on(device))
-            stack.enter_context(preserving(torch_names.original(module), device))
+            if runs:
+                stack.enter_context(on(device))
+                stack.enter_context(preserving(torch_names.original(module), device))
             stack.enter_context(torch_names.failing_at_limit())
             if expect_warm:
                 stack.enter_context(inductor_names.compiling_in_process())
@@ -131,7 +135,7 @@ class Harness:
             yield seen
             seen.counted = torch_names.counts().since(start)
         seen.after = self.cache.files()
-        seen.peak = seen.peak or peak(device)
+        seen.peak = seen.peak or (peak(device) if runs else None)
 
     def settle(self, target: CompileTarget, module: nn.Module) -> tuple[float, float]:
         """Runs the target until nothing compiles any more. Seconds of the first and the last run.

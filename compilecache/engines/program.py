@@ -80,28 +80,11 @@ class ProgramEngine:
         self._trace.compile_in_place(replica, needed, instances)
         for name in names:
             if name not in self._no_program:
-                reason = self._unfit(functions[name], given=name in given)
+                reason = unfit(functions[name], self.harness.options, given=name in given)
                 if reason is not None:
                     self._no_program[name] = reason
                     continue
                 dispatch.attach(functions[name])
-
-    def _unfit(self, function: nn.Module, *, given: bool) -> str | None:
-        """Why a function cannot be a program; None when it may be one."""
-        options = self.harness.options
-        if given:
-            return "it was compiled before, with options of its own"
-        if options.get("backend", "inductor") != "inductor":
-            return f"backend '{options['backend']}' makes none"
-        if torch_names.uses_cuda_graphs(function):
-            return "CUDA graphs belong to the thread that records them"
-        if missing := aot_names.missing():
-            return f"this torch has no {', '.join(missing)}"
-        try:
-            refuse_unwatchable(function)
-        except PlanError as error:
-            return error.problem
-        return None
 
     # -- one target -----------------------------------------------------------------------------
 
@@ -170,3 +153,25 @@ class ProgramEngine:
     def _give_up(self, target: CompileTarget, reason: str) -> None:
         """No other spec of the function is tried."""
         self._no_program.setdefault(target.spec.function, reason)
+
+
+def unfit(
+    function: nn.Module, options: Mapping[str, JsonValue], *, given: bool = False
+) -> str | None:
+    """Why a function cannot be a program; None when it may be one.
+
+    ``given``: it was compiled by somebody else.
+    """
+    if given:
+        return "it was compiled before, with options of its own"
+    if options.get("backend", "inductor") != "inductor":
+        return f"backend '{options['backend']}' makes none"
+    if torch_names.is_compiled(function) and torch_names.uses_cuda_graphs(function):
+        return "CUDA graphs belong to the thread that records them"
+    if missing := aot_names.missing():
+        return f"this torch has no {', '.join(missing)}"
+    try:
+        refuse_unwatchable(function)
+    except PlanError as error:
+        return error.problem
+    return None

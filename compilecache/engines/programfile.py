@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from compilecache.errors import ChecksumMismatch
 from compilecache.files import replacing
+from compilecache.gpuprofile import GpuProfile
 from compilecache.shapes import InputSpec
 
 FOLDER = "programs"
@@ -82,6 +83,8 @@ class Header(BaseModel):
     """Kernels that torch builds while loading → the configuration that was fastest."""
     reference: dict[str, Summary] | None = None
     """What the canary expects on another device; None where there is no other."""
+    profile: GpuProfile | None = None
+    """The GPU it was compiled for where there was none; None once it has run on one."""
     size: Annotated[int, Field(ge=0)]
     """Bytes of the function."""
     xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]

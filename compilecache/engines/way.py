@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,15 +12,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from compilecache import aot_names, state_names
+from compilecache import aot_names, state_names, torch_names
 from compilecache.engines import canary, dispatch
 from compilecache.engines.beside import without_collecting
-from compilecache.engines.conditions import Scope, conditions_of
+from compilecache.engines.conditions import Scope
 from compilecache.engines.dispatch import Dispatcher, NoProgram, Program
-from compilecache.engines.fitting import differences, hardware, source_digests, torch_build
+from compilecache.engines.fitting import differences, profile_differences
 from compilecache.engines.harness import Harness, Run, first_line, peak
+from compilecache.engines.making import make_program
 from compilecache.engines.programfile import FOLDER, Header, read_program, sealed, write_program
-from compilecache.engines.watched import tensors_digest, watch_of
+from compilecache.engines.watched import watch_of
 from compilecache.errors import ChecksumMismatch, CompileFailed, FingerprintMismatch
 from compilecache.shapes import CompileTarget
 
@@ -64,6 +66,10 @@ class Way:
     program: Program | None = None
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that the call was made with, and how often each had been written to."""
+    _no_reference: str = ""
+    """Why the canary could not run."""
+    _first_contact: bool = False
+    """Whether it has just run on a GPU for the first time."""
 
     def run(self, target: CompileTarget, module: nn.Module) -> Run:
         """Raises NoProgram with the reason when this way leads to none."""
@@ -111,6 +117,7 @@ class Way:
             finally:
                 dispatcher.provide = None
             seen.peak = peak(torch.device(target.device))
+            origin = self.header.device if self.header and self._moves(target) else None
             if self.program is None and not dispatcher.served:
                 raise NoProgram("its step never calls the function")
             if self.program is not None:
@@ -118,33 +125,39 @@ class Way:
         if self.program is None:  # a program of an earlier warm-up served it
             return Run(harness.evidence(seen, set()), frozenset(), engine="program")
         assert self.header is not None
-        ours = (f"{FOLDER}/",) if self.path is None or self.known else (f"{FOLDER}/", *TUNED)
+        met, settled = self._first_contact, self.path is None or self.known
+        ours = (f"{FOLDER}/",) if settled and not met else (f"{FOLDER}/", *TUNED)
         foreign = {path for path in harness.foreign(seen) if not _is(path, ours)}
         evidence = harness.evidence(seen, foreign, found=int(self.path is not None))
         kept = {path for path in harness.needed(seen) if not path.startswith(NOT_PACKED)}
-        if self.path is None:
-            self._keep_winners(dispatcher.function)
+        if self.path is None or met:
+            self._keep_winners(target, dispatcher.function)
             path = write_program(harness.cache.root, self.header, self.data)
-            return Run(evidence, frozenset({path, *kept}), engine="program")
-        origin = self.header.device if self._moves(target) else None
+            kept |= {file for file in self.files if not file.startswith(f"{FOLDER}/")}
+            files = frozenset({path, *kept})
+            return Run(evidence, files, engine="program", origin=origin, first_contact=met)
         return Run(evidence, frozenset({*self.files, *kept}), engine="program", origin=origin)
 
-    def _keep_winners(self, function: nn.Module) -> None:
+    def _keep_winners(self, target: CompileTarget, function: nn.Module) -> None:
         """What the runs have settled is settled for whoever loads the program."""
         assert self.header is not None
-        assert self.made is not None
         if self.loaded is None or not (self.loaded.kernels or self.loaded.built):
             return
+        made = self.made.function if self.made is not None else self.loaded.function
         try:
-            tuned = aot_names.tuned(self.made, self.loaded, function)
+            tuned = aot_names.tuned(made, self.loaded, function)
         except Exception as error:  # of torch's own; the program is as good, only slower to load
             logger.warning("compilecache: a program keeps untuned kernels: %s", first_line(error))
             return
         for kernel in tuned.untuned:
             logger.info("compilecache: a kernel is tuned wherever it is loaded: %s", kernel)
         self.data = tuned.data
-        settled = {**sealed(self.data), "settled": dict(tuned.settled)}
-        self.header = self.header.model_copy(update=settled)
+        changes = {
+            **sealed(self.data),
+            "settled": dict(tuned.settled),
+            "device": target.device,  # for which it was saved once more
+        }
+        self.header = self.header.model_copy(update=changes)
 
     def _moves(self, target: CompileTarget) -> bool:
         return self.header is not None and self.header.device != target.device
@@ -174,29 +187,11 @@ class Way:
         kwargs: Mapping[str, object],
     ) -> tuple[aot_names.Made, Header]:
         try:
-            made = aot_names.make(function, args, kwargs, self.harness.options)
+            return make_program(target, function, args, kwargs, self.harness.options)
         except Exception as error:  # whatever torch raises: it is no full graph, or cannot be saved
             reason = first_line(error)
             self.give_up(target, reason)
             raise NoProgram(reason) from error
-        scope = Scope(function, made.imports)
-        conditions = conditions_of(made.guards, scope)
-        unchecked = [c.source for c in conditions if scope.now(c.source) is None]
-        header = Header(
-            spec=target.spec,
-            device=target.device,
-            hardware=hardware(torch.device(target.device)),
-            torch=torch_build(),
-            parameters=tensors_digest(function),
-            sources=source_digests(made.sources),
-            imports=dict(made.imports),
-            state=state_names.state_words(),
-            conditions=tuple(c for c in conditions if c.source not in unchecked),
-            unchecked=tuple(unchecked),
-            reference=None,
-            **sealed(made.data),
-        )
-        return made, header
 
     def _load(self, target: CompileTarget, function: nn.Module) -> Program:
         header = self.header
@@ -207,7 +202,12 @@ class Way:
             indices = torch.device(header.device).index, torch.device(target.device).index
         try:
             self.loaded = loaded = aot_names.load(
-                self.data, function, header.imports, indices, header.settled
+                self.data,
+                function,
+                header.imports,
+                indices,
+                header.settled,
+                again=header.profile is not None,
             )
         except Exception as error:  # whatever torch raises for what it cannot take
             raise NoProgram(first_line(error)) from error
@@ -222,6 +222,8 @@ class Way:
         """Raises NoProgram caused by FingerprintMismatch for a program of something else."""
         looked = self.looked[id(function), header.spec.phase]
         changed = differences(header, target, function, looked)
+        if header.profile is not None and not changed:
+            changed = profile_differences(header.profile, torch.device(target.device))
         if not changed:
             return
         name, (then, now) = next(iter(changed.items()))
@@ -249,6 +251,8 @@ class Way:
         if self.path is None:
             reference = self._reference(target, module, program)
             self.header = self.header.model_copy(update={"reference": reference})
+        elif self.header.profile is not None:
+            self._first_canary(target, module, program)
         elif self._moves(target) and not self.known:
             self._canary(target, module, program, self.header)
 
@@ -257,8 +261,32 @@ class Way:
     ) -> canary.Reference | None:
         try:
             return canary.reference(self.harness.workload, target, module, program)
-        except (RuntimeError, ValueError):  # no memory for a copy, or numbers out of range
+        except (RuntimeError, ValueError) as error:  # no memory for a copy, numbers out of range
+            self._no_reference = first_line(error)
+            logger.info("compilecache: the canary could not run: %s", self._no_reference)
             return None
+
+    def _first_canary(self, target: CompileTarget, module: nn.Module, program: Program) -> None:
+        """Nobody has seen it run: it is compared with eager, then it is a reference like any other."""
+        assert self.header is not None
+        mine = self._reference(target, module, program)
+        with torch_names.without_limits(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that eager attention is slow
+            function = self.harness.function(target, module)
+            eager = self._reference(target, module, Program(type(function).forward))
+        torch.cuda.empty_cache()  # eager takes far more memory than anything after it
+        allowed = canary.EAGER * canary.tolerance(target.spec.dtype)
+        try:
+            self._compare(mine, eager, allowed, "eager")
+        except NoProgram as error:
+            failed = CompileFailed(
+                f"the program of '{target}' was compiled without its GPU and is not used here: {error}",
+                next_step="A start without strict compiles it on this GPU, and publishes that",
+                target=str(target),
+            )
+            raise NoProgram(str(error)) from failed
+        self._first_contact = True
+        self.header = self.header.model_copy(update={"reference": mine, "profile": None})
 
     def _canary(
         self, target: CompileTarget, module: nn.Module, program: Program, header: Header
@@ -268,14 +296,23 @@ class Way:
                 f"it was compiled on {header.device} without a reference to compare with"
             )
         mine = self._reference(target, module, program)
-        if mine is None:
-            raise NoProgram("the canary could not run")
-        name, difference = canary.difference(mine, header.reference)
-        allowed = canary.tolerance(target.spec.dtype)
+        self._compare(mine, header.reference, canary.tolerance(target.spec.dtype), header.device)
+
+    def _compare(
+        self,
+        mine: canary.Reference | None,
+        other: canary.Reference | None,
+        allowed: float,
+        whose: str,
+    ) -> None:
+        if mine is None or other is None:
+            raise NoProgram(f"the canary could not run: {self._no_reference}")
+        name, difference = canary.difference(mine, other)
+        logger.info("compilecache: canary against %s: %s, %.2g", whose, name, difference)
         if difference > allowed:
             raise NoProgram(
                 f"the canary failed: {name} differs by {difference:.2g} of its norm from "
-                f"{header.device}, {allowed:g} is allowed"
+                f"{whose}, {allowed:g} is allowed"
             )
 
 

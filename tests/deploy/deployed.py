@@ -18,6 +18,7 @@ DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kubernetes/base"
 OVERLAY = DEPLOY / "kubernetes/overlays/production"
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".pyc")
+DOCKERFILES = [path for path in FILES if path.name.endswith("Dockerfile")]
 YAML = [path for path in FILES if path.suffix in (".yaml", ".yml")]
 
 SERVE = ("Deployment", "warmup")
@@ -125,7 +126,7 @@ def _texts(path: Path) -> Iterator[str]:
     if path in YAML:
         for document in read(path):
             yield from _strings(document)
-    elif path.name == "Dockerfile":
+    elif path in DOCKERFILES:
         text = path.read_text(encoding="utf-8")
         yield text
         yield from (

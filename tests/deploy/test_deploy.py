@@ -11,6 +11,7 @@ import pytest
 from deployed import (
     BASE,
     DEPLOY,
+    DOCKERFILES,
     FILES,
     OVERLAY,
     YAML,
@@ -27,10 +28,11 @@ from deployed import (
 from processes import ROOT
 
 from compilecache.cli import group
+from compilecache.gpuprofile import GpuProfile
 from compilecache.shapes import ShapePlan
 from warmup.cli import group as warmup_group
 
-DOCKERFILE = DEPLOY / "image/Dockerfile"
+OFFLINE = DEPLOY / "image/offline.Dockerfile"
 WARM_UP = ("Job", "compilecache-warm-up")
 
 
@@ -44,6 +46,7 @@ def test_command_lines_are_found_in_every_kind_of_file() -> None:
         "Dockerfile",
         "compilecache-warmup.service",
         "deploy.md",
+        "offline.Dockerfile",
         "service.yaml",
         "trainer.yaml",
         "warm-array.sbatch",
@@ -139,10 +142,11 @@ def test_images_have_a_tag() -> None:
     images.append(read(DEPLOY / "gitlab/warm-cache.gitlab-ci.yml")[0]["warm-cache"]["image"])
     overlay = read(OVERLAY / "kustomization.yaml")[0]["images"]
     images += [f"{one['newName']}:{one['newTag']}" for one in overlay]
-    stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", DOCKERFILE.read_text(), re.M)
-    known = {name for _, name in stages} | {"scratch"}
-    images += [image for image, _ in stages if image not in known]
-    assert len(images) >= 8
+    for path in DOCKERFILES:
+        stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", path.read_text(), re.M)
+        known = {name for _, name in stages} | {"scratch"}
+        images += [image for image, _ in stages if image not in known]
+    assert len(images) >= 10
     for image in images:
         assert re.fullmatch(r"[\w./-]+:(?!latest$)[\w.-]+", image), image
     assert {one["name"] for one in overlay} == {
@@ -150,9 +154,10 @@ def test_images_have_a_tag() -> None:
     }
 
 
-def test_the_image_holds_no_secret_and_runs_as_nobody_in_particular() -> None:
+@pytest.mark.parametrize("path", DOCKERFILES, ids=named)
+def test_the_image_holds_no_secret_and_runs_as_nobody_in_particular(path: Path) -> None:
     """Keys come as mounts; the last user is a number other than root's; the cache is named."""
-    text = DOCKERFILE.read_text()
+    text = path.read_text()
     assert not re.search(r"^(?:ARG|ENV) .*(?:KEY|TOKEN|SECRET|PASSWORD)", text, re.M)
     assert not re.search(r"^COPY .*(?:\.key|\.aws|credentials)", text, re.M)
     assert text.count("--mount=type=secret") == 2
@@ -160,3 +165,25 @@ def test_the_image_holds_no_secret_and_runs_as_nobody_in_particular() -> None:
     assert re.findall(r"^USER (\S+)$", final, re.M) == ["10001:10001"]
     assert "USER" not in text.partition(" AS final\n")[2]
     assert "ENV COMPILECACHE_BAKED=/opt/compilecache" in text.partition(" AS final\n")[2]
+
+
+def test_the_image_for_an_absent_gpu_is_made_where_there_is_none() -> None:
+    """An ordinary runner, no container with GPUs, a profile that is shipped, and the torch that it was recorded with."""
+    (workflow,) = read(DEPLOY / "github/offline-image.yml")
+    text, image = (DEPLOY / "github/offline-image.yml").read_text(), OFFLINE.read_text()
+    assert [job["runs-on"] for job in workflow["jobs"].values()] == ["ubuntu-24.04"]
+    assert not re.search(r"--gpus|self-hosted", text + image)
+    assert f"--file deploy/{named(OFFLINE)}" in text
+    assert {*re.findall(r"--build-arg (\w+)=", text)} <= {*re.findall(r"^ARG (\w+)", image, re.M)}
+    (default,) = re.findall(r"^ARG GPU_PROFILE=(\S+)$", image, re.M)
+    assert GpuProfile.load(default) == GpuProfile.load(workflow["env"]["GPU_PROFILE"])
+    makefile = (ROOT / "Makefile").read_text()
+    (checked,) = re.findall(r"^OFFLINE_TORCH \?= (\S+)$", makefile, re.M)
+    assert re.findall(r"^ARG TORCH=(\S+)$", image, re.M) == [checked]
+
+
+def test_every_image_is_built_from_the_same_files() -> None:
+    """Each Dockerfile has a list beside it, and the lists are one."""
+    lists = [path.with_name(f"{path.name}.dockerignore").read_text() for path in DOCKERFILES]
+    assert len(lists) >= 2
+    assert len({*lists}) == 1

@@ -26,8 +26,10 @@ from compilecache import cli, errors
 from compilecache.artifact import FileEntry, PackInfo, Record
 from compilecache.claims import Claim
 from compilecache.cli import COMMANDS, group
+from compilecache.engines.programfile import Header
 from compilecache.evidence import Evidence, Outcome
 from compilecache.fingerprint import ENV_IGNORED, ENV_PREFIXES, fingerprint
+from compilecache.gpuprofile import GpuProfile
 from compilecache.report import Report, Status, TargetReport
 from compilecache.shapes import InputSpec, ShapePlan, TensorSpec
 from compilecache.tags import Release, SourceFile, Surroundings, Tag, TaggedRecord
@@ -173,6 +175,8 @@ FIELDS: list[tuple[str, type[BaseModel]]] = [
     ("plan-file.md", TensorSpec),
     ("formats.md", Record),
     ("formats.md", Claim),
+    ("formats.md", Header),
+    ("formats.md", GpuProfile),
     ("formats.md", Tag),
     ("formats.md", Release),
     ("formats.md", Surroundings),

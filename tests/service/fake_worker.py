@@ -1,6 +1,7 @@
 """A worker that compiles nothing: what it does with a target is written in the target's spec.
 
-``dims.act``: "quick" (the default), "slow" (half a second), "hang", "crash", "fail", "bypass". It leaves a
+``dims.act``: "quick" (the default), "slow" (half a second), "hang", "crash", "fail", "bypass". It says of which
+GPU it was given a profile, and which GPUs it sees, if it was given one. It leaves a
 line in ``$FAKE_LOG`` for every target that it begins, and again when it has done it. Standard library
 only, so that a thousand of them start within a minute.
 """
@@ -77,6 +78,9 @@ def main() -> None:
         say(said="explained", explanation=explanation(order))
         say(said="ended", stopped=False)
         return
+    if order["profile"] is not None:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        say(said="trouble", text=f"for {order['profile']['name']}, GPUs in sight: {seen or 'none'}")
     specs = order["plan"]["specs"]
     for position in order["positions"]:
         device, spec = order["devices"][position // len(specs)], specs[position % len(specs)]

@@ -11,10 +11,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from places import Place
 from processes import Running, Template
 from services import FAKE, plan_of_acts
 
+from compilecache.gpuprofile import GpuProfile
 from compilecache.progress import LogProgress
 from compilecache.report import Report, TargetReport
 from compilecache.shapes import ShapePlan
@@ -44,7 +46,7 @@ def carried_out(tmp_path: Path, *acts: str, **settings: object) -> tuple[Report,
     heard = Heard()
     request = Request(ShapePlan.parse(plan_of_acts(*acts)), ("cpu",))
     given = Settings.model_validate({"root": tmp_path, "store": "none", **settings})
-    return carry_out(request, given, heard, command=FAKE), heard
+    return carry_out(request, given, heard, command=FAKE).report, heard
 
 
 def test_every_target_has_a_row_and_is_told_of(tmp_path: Path) -> None:
@@ -79,6 +81,18 @@ def test_the_whole_is_ended_by_its_own_deadline(tmp_path: Path) -> None:
     rows = caught.value.report.targets
     assert [row.status for row in rows] == ["compiled", "failed", "failed"]
     assert rows[2].error
+
+
+def test_workers_for_a_gpu_that_is_not_there_see_none(tmp_path: Path) -> None:
+    """Each of them, also the one that follows a death, has the profile and no GPU in sight."""
+    heard = Heard()
+    request = Request(ShapePlan.parse(plan_of_acts("crash", "quick")), ("cuda:0",))
+    settings = Settings(root=tmp_path, store="none")
+    profile = GpuProfile.load("h200")
+    done = carry_out(request, settings, heard, command=FAKE, profile=profile)
+    assert [row.status for row in done.report.targets] == ["failed", "compiled"]
+    told = [text for text in heard.troubles if text.startswith("for ")]
+    assert told == ["for NVIDIA H200, GPUs in sight: none"] * 3
 
 
 # -- as a person types it -----------------------------------------------------------------------
@@ -136,6 +150,57 @@ def test_shards_take_what_is_theirs(fresh: Template, warmed: Place) -> None:
     idle = run(fresh, *warmed.words, "--shard", "5/5").wait()
     assert (idle.code, idle.json["targets"]) == (0, 0)
     assert run(fresh, *warmed.words, "--shard", "auto").wait().code == 2
+
+
+BAD_PROFILES: list[tuple[dict[str, object], str]] = [
+    ({"vendor": "amd"}, "field 'vendor'"),
+    ({"multi_processor_count": -1}, "field 'multi_processor_count'"),
+    ({"triton": "0.0.1"}, "triton" if torch.version.cuda else "this torch has no CUDA"),
+    ({"wavefront": 64}, "field 'wavefront'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD_PROFILES, ids=lambda value: str(value)[:30])
+def test_a_profile_that_cannot_be_used_is_refused_before_anything_is_compiled(
+    changes: dict[str, object], said: str, fresh: Template, tmp_path: Path
+) -> None:
+    """One line that names the field, exit code 2, and neither a root nor a report was begun."""
+    from workloads import plan
+
+    place, profile = Place(tmp_path), tmp_path / "gpu.json"
+    place.write(plan("two_layer", [2]).model_copy(update={"engine": "program"}))
+    known = json.loads(GpuProfile.load("h200").dump())
+    profile.write_text(json.dumps(known | changes))
+    words = (place.plan_file, "--root", place.root, "--store", "none", "--gpu-profile", profile)
+    ended = run(fresh, *words, "--report", tmp_path / "report.json").wait()
+    assert (ended.code, ended.out) == (2, "")
+    assert said in ended.err
+    assert len(ended.err.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "plan.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "said"),
+    [
+        ("trace", (), "engine 'trace'"),
+        ("program", ("--device", "cuda:1"), "--device"),
+        ("program", ("--extra-root", "triton"), "--extra-root"),
+    ],
+    ids=["trace", "device", "extra root"],
+)
+def test_what_cannot_go_with_a_profile_is_refused(
+    engine: str, more: tuple[str, ...], said: str, fresh: Template, tmp_path: Path
+) -> None:
+    """A plan that must run what it compiles, a choice among devices that are not there, other caches."""
+    from workloads import plan
+
+    place = Place(tmp_path)
+    place.write(plan("two_layer", [2]).model_copy(update={"engine": engine}))
+    words = (place.plan_file, "--root", place.root, "--store", "none", "--gpu-profile", "h200")
+    ended = run(fresh, *words, *more).wait()
+    assert ended.code == 2
+    assert said in ended.err
+    assert not place.root.exists()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from warmup.service.orders import STOP, Order
@@ -25,7 +25,9 @@ GOING_SECONDS = 2.0
 class Child:
     """One worker."""
 
-    def __init__(self, command: Sequence[str], order: Order, log_file: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], order: Order, log_file: Path, environment: Mapping[str, str]
+    ) -> None:
         large = log_file.exists() and log_file.stat().st_size > LOG_BYTES
         with log_file.open("wb" if large else "ab") as log:
             self._process = subprocess.Popen(
@@ -37,6 +39,7 @@ class Child:
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                    **environment,
                 },
             )
         assert self._process.stdin is not None

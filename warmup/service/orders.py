@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
+from compilecache.gpuprofile import GpuProfile
 from compilecache.report import TargetReport
 from compilecache.shapes import ShapePlan
 from warmup.service.jobs import JobKind
@@ -34,6 +35,8 @@ class Order(_Said):
     share: bool
     expected: str | None
     """The fingerprint that this machine must have."""
+    profile: GpuProfile | None = None
+    """Of a GPU that is not there and is compiled for; the worker was started without any in sight."""
 
 
 class Identified(_Said):
@@ -41,6 +44,8 @@ class Identified(_Said):
 
     said: Literal["fingerprint"] = "fingerprint"
     digest: str
+    components: dict[str, str] = {}
+    """What the digest is over, where artifacts are made."""
 
 
 class Doing(_Said):

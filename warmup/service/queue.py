@@ -8,7 +8,7 @@ import sqlite3
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -269,8 +269,8 @@ class Queue:
             change.sql("UPDATE jobs SET attempts = attempts + 1 WHERE number = ?", work.number)
             change.set_job(work.number, phase="starting")
 
-    def note_fingerprint(self, work: Work, digest: str) -> None:
-        """What the worker found to be this machine's."""
+    def note_fingerprint(self, work: Work, digest: str, components: Mapping[str, str]) -> None:
+        """What the worker found to be this machine's; the digest is kept."""
         with self._change() as change:
             change.set_job(work.number, fingerprint=digest)
 

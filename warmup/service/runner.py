@@ -13,6 +13,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from compilecache.gpuprofile import GpuProfile
+from compilecache.offline import environment_of
 from warmup.service.child import Child
 from warmup.service.orders import (
     SAID,
@@ -58,11 +60,18 @@ class Runner:
     """A thread that works on the queue until it is told to stop."""
 
     def __init__(
-        self, queue: Queue, settings: Settings, *, command: Sequence[str] = WORKER
+        self,
+        queue: Queue,
+        settings: Settings,
+        *,
+        command: Sequence[str] = WORKER,
+        profile: GpuProfile | None = None,
     ) -> None:
+        """``profile``: of a GPU that is not there; workers compile for it and see none."""
         self._queue = queue
         self._settings = settings
         self._command = command
+        self._profile = profile
         self._logs = settings.state / "logs"
         self._new = threading.Event()
         self._stopping = threading.Event()
@@ -125,7 +134,7 @@ class Runner:
             if self._queue.is_cancelled(work):
                 break
             self._queue.begin_attempt(work)
-            attempt = Attempt(self._queue, work, self._settings, self._stopping)
+            attempt = Attempt(self._queue, work, self._settings, self._stopping, self._profile)
             log_file = self._logs / f"{work.id}.log"
             outcome = attempt.run(self._command, left, log_file, deadline)
             if outcome is Outcome.STOPPED or (self._stopping.is_set() and outcome is Outcome.DIED):
@@ -149,11 +158,13 @@ class Attempt:
         work: Work,
         settings: Settings,
         stopping: threading.Event,
+        profile: GpuProfile | None,
     ) -> None:
         self._queue = queue
         self._work = work
         self._settings = settings
         self._stopping = stopping
+        self._profile = profile
         self._said_end: Outcome | None = None
         self._limit = self._deadline_of(None)
         self._code = 0
@@ -162,7 +173,7 @@ class Attempt:
         self, command: Sequence[str], left: tuple[int, ...], log_file: Path, job_deadline: float
     ) -> Outcome:
         """Has a worker do what is left, and says how it ended; nothing of it runs afterwards."""
-        child = Child(command, self._order(left), log_file)
+        child = Child(command, self._order(left), log_file, self._environment())
         try:
             outcome = self._watch(child, job_deadline)
         finally:
@@ -204,7 +215,14 @@ class Attempt:
             lock_timeout=settings.lock_timeout,
             share=settings.share,
             expected=work.expected,
+            profile=self._profile,
         )
+
+    def _environment(self) -> dict[str, str]:
+        if self._profile is None:
+            return {}
+        assert self._settings.root is not None
+        return environment_of(self._settings.root)
 
     def _watch(self, child: Child, job_deadline: float) -> Outcome:
         told_to_stop: float | None = None
@@ -242,7 +260,7 @@ class Attempt:
         queue, work = self._queue, self._work
         match said:
             case Identified():
-                queue.note_fingerprint(work, said.digest)
+                queue.note_fingerprint(work, said.digest, said.components)
             case Doing():
                 self._limit = self._deadline_of(said)
                 queue.note_phase(work, said.phase, said.key, said.what)

@@ -11,8 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -172,7 +172,7 @@ def warm(order: Order, line: Line) -> None:
     from compilecache.picture.last import keep_report
     from compilecache.pipeline import Job
     from compilecache.pipeline import warm as warm_job
-    from compilecache.replicas import build_replicas
+    from compilecache.replicas import build_fakes, build_replicas
     from compilecache.workload import workload_of_plan
 
     plan = order.plan
@@ -184,11 +184,12 @@ def warm(order: Order, line: Line) -> None:
     workload = workload_of_plan(plan)
     for spec in plan.specs:
         workload.check(spec)
-    replicas = build_replicas(workload, list(dict.fromkeys(t.device for t in targets)))
+    build = build_replicas if order.profile is None else build_fakes
+    replicas = build(workload, list(dict.fromkeys(t.device for t in targets)))
     first = next(replicas)
     device, options = torch.device(first.device), plan.compile_options
     mark = fingerprint(workload, first.module, device, options=options, engine=plan.engine)
-    line.say(Identified(digest=mark.digest))
+    line.say(Identified(digest=mark.digest, components=dict(mark.components)))
     refuse_other(order.expected, mark.digest)
     job = Job(
         workload=workload,
@@ -199,8 +200,9 @@ def warm(order: Order, line: Line) -> None:
         engine=plan.engine,
         share=order.share,
         baked=open_baked(order.baked, order.trust_keys or None),
-        extras=extra_roots(order.extra_roots or None, cache),
+        extras=() if order.profile else extra_roots(order.extra_roots or None, cache),
         lock_timeout=order.lock_timeout,
+        profile=order.profile,
     )
     models: chain[Replica] = chain([first], replicas)
     report = warm_job(job, models, Teller(line, targets))
@@ -217,6 +219,18 @@ def refuse_other(expected: str | None, digest: str) -> None:
         )
 
 
+@contextmanager
+def prepared(order: Order) -> Iterator[None]:
+    """For a GPU that is not there this process is changed for good, while it has but one thread."""
+    if order.profile is None:
+        yield
+        return
+    from compilecache.offline import without_gpu
+
+    with without_gpu(order.profile):
+        yield
+
+
 def main(
     carry_out: Callable[[Order, Line], None] = lambda order, line: (
         explain if order.kind == "explain" else warm
@@ -227,9 +241,10 @@ def main(
         sys.path.insert(0, "")
     line = Line()
     order = line.read_order()
-    line.listen()
     try:
-        carry_out(order, line)
+        with prepared(order):
+            line.listen()
+            carry_out(order, line)
     except StopAsked:
         line.say(Ended(stopped=True))
     except CompileCacheError as error:

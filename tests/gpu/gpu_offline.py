@@ -1,0 +1,104 @@
+"""A fresh process of the GPU tests of offline programs; also the workload that they compile.
+
+Arguments: plan, store ("none" for none), root, devices, words: "strict", "wrong" (a canary that lets
+nothing pass). Says what it saw as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from torch import nn
+
+from compilecache import CompileCacheError, ShapePlan, ensure_warm, torch_names
+from compilecache.engines import canary
+from compilecache.examples import ExampleWorkload, specs_of_examples
+from compilecache.shapes import plan_of
+
+WIDTH = 512
+
+
+class Block(nn.Module):
+    """A product, a normalisation and a softmax: several kernels each way, some with a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 512] → [B, 512]."""
+        return torch.softmax(self.norm(torch.nn.functional.gelu(self.product(x))), -1).sin()
+
+
+block = ExampleWorkload(build="gpu_offline:Block")
+
+
+def plan() -> ShapePlan:
+    """Training and evaluation of one shape, by programs."""
+    example = {"x": torch.empty(2048, WIDTH, device="meta")}
+    specs = specs_of_examples([example], Block())
+    made = plan_of(specs, workload="gpu_offline:block")
+    return made.model_copy(update={"engine": "program"})
+
+
+def kernels_timed() -> list[str]:
+    """Names of those that torch times from now on, to choose between their configurations."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    timed: list[str] = []
+    original = CachingAutotuner.benchmark_all_configs
+
+    def noting(self: CachingAutotuner, *args: object, **kwargs: object) -> object:
+        timed.append(str(self.inductor_meta.get("kernel_name")))
+        return original(self, *args, **kwargs)
+
+    CachingAutotuner.benchmark_all_configs = noting
+    return timed
+
+
+def compared(model: nn.Module, device: str) -> float:
+    """The largest difference of a gradient between the warm model and eager, relative to its norm."""
+    x = torch.randn(2048, WIDTH, device=device)
+    model.train()
+    weights = torch.randn(2048, WIDTH, device=device)
+    found = []
+    for call in (model, lambda x: type(model).forward(model, x)):
+        (call(x) * weights).sum().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad(set_to_none=True)
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+
+
+def main() -> None:
+    """See above."""
+    plan_file, store, root, devices, *words = sys.argv[1:]
+    if "wrong" in words:
+        canary.EAGER = -1
+    names = devices.split(",")
+    models = [Block().to(name) for name in names]
+    timed, before = kernels_timed(), torch_names.counts()
+    try:
+        warm = ensure_warm(
+            models,
+            ShapePlan.load(plan_file),
+            store=None if store == "none" else store,
+            root=root,
+            strict="strict" in words,
+        )
+    except CompileCacheError as error:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}))
+        return
+    said = {
+        "report": json.loads(warm.report.model_dump_json()),
+        "frames": torch_names.counts().since(before).frames,
+        "timed": timed,
+        "apart": [compared(*pair) for pair in zip(models, names, strict=True)],
+    }
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
