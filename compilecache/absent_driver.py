@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, NoReturn
 
 from compilecache.gpuprofile import GpuProfile
 from compilecache.torch_names import absent
@@ -24,8 +25,10 @@ _PLACES = {
         "StaticallyLaunchedTritonKernel.load_kernel"
     ],
     "triton.backends.compiler": ["GPUTarget"],
-    "triton.backends.nvidia.driver": ["CudaDriver", "CudaLauncher", "CudaUtils", "libcuda_dirs"],
-    "triton.runtime.build": ["_build", "_load_module_from_path", "compile_module_from_src"],
+    "triton.backends.nvidia.driver": [
+        *("CudaDriver", "CudaLauncher", "CudaUtils", "libcuda_dirs", "library_dirs"),
+    ],
+    "triton.runtime.build": ["_build", "_load_module_from_path", "get_cache_manager"],
     "triton.runtime.errors": ["OutOfResources"],
     "triton.runtime": ["driver.set_active"],
 }
@@ -33,7 +36,10 @@ _PLACES = {
 
 def missing() -> list[str]:
     """Names used here that this Triton does not have; each as an import path."""
-    return absent(_PLACES)
+    found = absent(_PLACES)
+    if not found and not os.access(_cuobjdump(), os.X_OK):
+        found.append("triton.backends.nvidia's bin/cuobjdump")
+    return found
 
 
 def install(profile: GpuProfile) -> None:
@@ -92,7 +98,46 @@ def build_driver_stub() -> None:
     """
     from triton.backends.nvidia.driver import CudaUtils
 
+    if _looks_by_folder() and not os.environ.get(_FOLDER):
+        _not_built[
+            "this Triton looks for its CudaUtils by the folder of the driver's library too: they are "
+            f"built here if {_FOLDER} names that folder, here and where the GPU is"
+        ] = None
+        return
     _build(CudaUtils)
+
+
+_FOLDER = "TRITON_LIBCUDA_PATH"
+
+
+@functools.cache
+def _looks_by_folder() -> bool:
+    """Whether the name under which Triton keeps the library depends on where the driver is."""
+    return _name_with("/here") != _name_with("/there")
+
+
+def _name_with(folder: str) -> str:
+    """The name that Triton looks for with the driver in that folder."""
+    build: Any = importlib.import_module("triton.runtime.build")
+    driver: Any = importlib.import_module("triton.backends.nvidia.driver")
+    before, asked = (build.get_cache_manager, driver.library_dirs), list[str]()
+
+    def note(name: str) -> NoReturn:
+        asked.append(name)
+        raise _Noted
+
+    build.get_cache_manager, driver.library_dirs = note, lambda: [folder]
+    try:
+        driver.CudaUtils()
+    except _Noted:
+        return asked[0]
+    finally:
+        build.get_cache_manager, driver.library_dirs = before
+    raise AssertionError("Triton looks nothing up")
+
+
+class _Noted(Exception):
+    """A name has been asked for."""
 
 
 def not_built() -> tuple[str, ...]:
@@ -132,7 +177,7 @@ def _replace_building() -> None:
         return original(name, source, folder, [*libraries, folder], *rest, **named)
 
     build._build, build._load_module_from_path = linked, lambda name, path: _Unloaded()
-    driver.libcuda_dirs = list
+    driver.libcuda_dirs = lambda: [folder] if (folder := os.environ.get(_FOLDER)) else []
 
 
 def _empty_driver(build: Any, source: Path, folder: Path) -> None:
@@ -153,15 +198,22 @@ _DRIVER = "libcuda.so.1"
 class _Unloaded:
     """A library that was built and not loaded: it has whatever name is asked for."""
 
-    def __getattr__(self, name: str) -> None:
-        return None
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*args: object, **named: object) -> None:
+    """Whatever a driver would do."""
 
 
 class _Binaries:
-    """What Triton's driver says of a binary that it loads."""
+    """What Triton's driver says of a binary that it loads; launchers keep what else they take from it."""
 
     def __init__(self, profile: GpuProfile) -> None:
         self._profile = profile
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         """Only what is asked for."""

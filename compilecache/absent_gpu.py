@@ -305,12 +305,18 @@ def refusing() -> Iterator[None]:
 
 
 def _too_large(error: BaseException) -> str | None:
-    """The kernel of which no configuration could be loaded, where that is what went wrong."""
+    """The kernel of which no configuration fits, where that is what went wrong."""
+    if _OVER_LIMIT not in str(error):
+        return None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "_make_launchers":
             kernel = frame.f_locals["self"]
             return str(kernel.inductor_meta.get("kernel_name"))
     return None
+
+
+_OVER_LIMIT = "out of resource: shared memory"
+"""Triton's words, which torch passes on."""
 
 
 def _replace_timing() -> None:

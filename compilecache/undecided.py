@@ -5,6 +5,7 @@ For programs compiled where their GPU is not. Importing this module imports torc
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -114,9 +115,10 @@ def user_line(frames: traceback.StackSummary) -> str:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither torch's own nor this library's."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
-    return not filename.startswith(own)
+    """Whether a file is neither torch's own, nor Triton's, nor this library's."""
+    torchs = Path(torch.__file__).parent
+    own = (torchs, torchs.with_name("triton"), Path(__file__).parent)
+    return not filename.startswith((*(f"{folder}{os.sep}" for folder in own), "<"))
 
 
 def node_line(node: torch.fx.Node) -> str:

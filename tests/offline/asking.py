@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from compilecache.gpuprofile import GpuProfile
+from compilecache.gpuprofile import GpuProfile, versions
 
 
 class Attention(nn.Module):
@@ -207,7 +207,7 @@ def _said(root: Path, profile: GpuProfile, case: str) -> str:
 
 if __name__ == "__main__":
     folder, *wanted = sys.argv[1:]
-    h200 = GpuProfile.load("h200")
+    h200 = GpuProfile.load("h200").model_copy(update=versions())
     if wanted == ["shared memory"]:
         h200 = h200.model_copy(update={"shared_memory_per_block_optin": 4})
     print(json.dumps(main(Path(folder), h200, wanted)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from processes import environment
 
 from compilecache.artifact import Record
 from compilecache.engines.programfile import Header, program_among, read_header
+from compilecache.gpuprofile import GpuProfile, versions
 
 HERE = Path(__file__).parent
 
@@ -33,7 +35,8 @@ pytestmark = [
 
 def environ(**changes: str | None) -> dict[str, str]:
     """Of a process here."""
-    found = environment(TORCHINDUCTOR_COMPILE_THREADS=None, **changes)
+    base: dict[str, str | None] = {"TORCHINDUCTOR_COMPILE_THREADS": None}
+    found = environment(**{**base, "TRITON_LIBCUDA_PATH": "/usr/lib/x86_64-linux-gnu", **changes})
     return {**found, "PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], str(HERE)])}
 
 
@@ -57,7 +60,17 @@ class Place:
 
     def words(self, root: str = "root", *more: str) -> list[str]:
         """``compilecache warm`` for an H200."""
-        words = ("--gpu-profile", "h200", "--store", str(self.folder / "store"), "--json")
+        profile = GpuProfile.load("h200").model_copy(
+            update=versions()
+        )  # with whatever torch is here
+        (self.folder / "h200.json").write_text(profile.dump())
+        words = (
+            "--gpu-profile",
+            str(self.folder / "h200.json"),
+            "--store",
+            str(self.folder / "store"),
+            "--json",
+        )
         return ["warm", str(self.plan), *words, "--root", str(self.folder / root), *more]
 
     def warm(
@@ -137,11 +150,7 @@ def test_a_process_with_a_driver_finds_triton_s_library_and_builds_nothing(
     source.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in wanted))
     soname = f"-Wl,-soname,{driver.name}"
     subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", driver, soname], check=True)
-    code = (
-        "import triton.backends.nvidia.driver as driver\n"
-        f"driver.libcuda_dirs = lambda: [{str(tmp_path)!r}]\n"
-        "print(driver.CudaUtils().load_binary)\n"
-    )
+    code = "import triton.backends.nvidia.driver as driver\nprint(driver.CudaUtils().load_binary)\n"
     changes = {"TRITON_CACHE_DIR": str(norm.folder / "root/triton"), "CC": "/bin/false"}
     ended = python("-c", code, LD_LIBRARY_PATH=str(tmp_path), **changes)
     assert "built-in" in ended.stdout, ended.stderr
@@ -156,8 +165,18 @@ def test_a_launcher_that_triton_needs_travels_too(tmp_path: Path) -> None:
                                    TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0"))  # fmt: skip
     assert row["status"] == "compiled"
     names = [path.rpartition("/")[2].partition(".")[0] for path in place.files()]
-    assert "__triton_launcher" in names
     assert "cuda_utils" in names
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    assert ("__triton_launcher" in names) == hasattr(driver, "make_launcher")  # 3.8 needs none
+
+
+def test_where_the_driver_s_folder_counts_it_has_to_be_named(tmp_path: Path) -> None:
+    """Newer Tritons look for their library by it: then it is built, or it is said what to set."""
+    place = Place(tmp_path, "norm", "eval")
+    (row,) = place.rows(place.warm(TRITON_LIBCUDA_PATH=None))
+    assert row["status"] == "compiled"
+    built = any("cuda_utils" in path for path in place.files())
+    assert built != any("TRITON_LIBCUDA_PATH" in note for note in row["notes"])
 
 
 def test_kernels_of_many_operations_are_bundled_like_any_other(tmp_path: Path) -> None:
