@@ -97,14 +97,24 @@ def make(
         chosen = {**torch._inductor.list_mode_options(mode, False), **chosen}
     chosen["guard_filter_fn"] = note
     choice |= {"fullgraph": True, "dynamic": False, "options": chosen}
+
+    def compile_it() -> Any:
+        noted.clear()
+        compiled: Any = torch.compile(type(function).forward, **choice)
+        return compiled.aot_compile(((function, *args), dict(kwargs)))
+
     with (
         config.patch(enable_aot_compile=True),
-        _one_rank(),
         triton_names.short_names(),
         triton_names.binaries_only(),
     ):
-        compiled: Any = torch.compile(type(function).forward, **choice)
-        made = compiled.aot_compile(((function, *args), dict(kwargs)))
+        try:
+            with _one_rank():
+                made = compile_it()
+        except Exception as error:
+            if _NO_INDEX not in str(error):
+                raise
+            made = compile_it()
     info = made.source_info()
     sources = tuple(sorted({source.module for source in info.inlined_sources}))
     # Each of them holds the whole text of its file, only for messages.
@@ -117,6 +127,10 @@ def make(
         if isinstance(module := around.get(name), ModuleType):
             imports[name] = module.__name__  # put there for this very code
     return Made(data, tuple(noted), sources, imports, made)
+
+
+_NO_INDEX = "current_device"
+"""Operation of code that names no device index; torch 2.14.1 cannot split some graphs that have it."""
 
 
 def _saved(made: Any, function: nn.Module) -> bytes:

@@ -367,6 +367,30 @@ class Exchange:
         self._hold([stored])
         return stored
 
+    def superseded(self, key: str) -> bool:
+        """Whether somebody has published a younger record than the one that is complete here.
+
+        False where the store does not say: whoever publishes meets its trouble.
+        """
+        here = self.complete.get(key)
+        try:
+            return here is not None and self.refresh([key]).get(key, 0) > here.generation
+        except StoreUnavailable:
+            return False
+
+    def keep(
+        self,
+        target: CompileTarget,
+        files: Collection[str],
+        evidence: Evidence | None,
+        facts: Mapping[str, str] | None = None,
+    ) -> Record:
+        """Records a target in the root alone; under the lock. The store has another of it that will do."""
+        with self.cache.staging() as folder:
+            record, _ = self._record(target, files, evidence, facts, folder / "pack")
+            self._keep(record, published=False)
+        return record
+
     def publish_complete(self, keys: Collection[str]) -> list[str]:
         """Publishes those of these complete targets that the store lacks. Returns their keys."""
         lacking = [key for key in sorted(keys) if key not in self.view().records]

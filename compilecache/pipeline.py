@@ -350,7 +350,11 @@ class _Warming:
             return False
         with self._surviving(f"publishing {target}"), self._lock():
             self._announce("publishing", target)
-            self._exchange.publish(target, run.files, run.evidence, outcomes.facts(run))
+            made = target, run.files, run.evidence, outcomes.facts(run)
+            if run.first_contact and self._exchange.superseded(target.key):
+                self._exchange.keep(*made)  # another pod has met a GPU, too, and was faster
+                return False
+            self._exchange.publish(*made)
             return self._job.store is not None
         return False
 

@@ -17,20 +17,23 @@ from compilecache.engines import canary
 from compilecache.examples import ExampleWorkload, specs_of_examples
 from compilecache.shapes import plan_of
 
-WIDTH = 512
+ROWS, WIDTH = 2048, 512
 
 
 class Block(nn.Module):
-    """A product, a normalisation and a softmax: several kernels each way, some with a choice."""
+    """A product, a sum with a transposed table, a norm: several kernels each way, some with a choice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.product = nn.Linear(WIDTH, WIDTH, bias=False)
         self.norm = nn.LayerNorm(WIDTH)
+        self.table = nn.Parameter(torch.randn(WIDTH, ROWS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, 512] → [B, 512]."""
-        return torch.softmax(self.norm(torch.nn.functional.gelu(self.product(x))), -1).sin()
+        """[2048, 512] → the same."""
+        table = self.table.t()  # so that tiles have two dimensions
+        h = torch.nn.functional.gelu(self.product(x)) + table.cos()
+        return torch.softmax(self.norm(h), -1).sin() * table
 
 
 block = ExampleWorkload(build="gpu_offline:Block")
@@ -38,7 +41,7 @@ block = ExampleWorkload(build="gpu_offline:Block")
 
 def plan() -> ShapePlan:
     """Training and evaluation of one shape, by programs."""
-    example = {"x": torch.empty(2048, WIDTH, device="meta")}
+    example = {"x": torch.empty(ROWS, WIDTH, device="meta")}
     specs = specs_of_examples([example], Block())
     made = plan_of(specs, workload="gpu_offline:block")
     return made.model_copy(update={"engine": "program"})
@@ -61,9 +64,9 @@ def kernels_timed() -> list[str]:
 
 def compared(model: nn.Module, device: str) -> float:
     """The largest difference of a gradient between the warm model and eager, relative to its norm."""
-    x = torch.randn(2048, WIDTH, device=device)
+    x = torch.randn(ROWS, WIDTH, device=device)
     model.train()
-    weights = torch.randn(2048, WIDTH, device=device)
+    weights = torch.randn(ROWS, WIDTH, device=device)
     found = []
     for call in (model, lambda x: type(model).forward(model, x)):
         (call(x) * weights).sum().backward()

@@ -81,6 +81,7 @@ def test_first_contact_compiles_nothing_and_times_what_has_a_choice(offline: Off
     for device in DEVICES[1:]:
         assert {row["status"] for row in rows(offline.first, device)} == {"rewritten"}
     assert offline.first["frames"] == 0
+    assert offline.first["timed"]
     assert max(offline.first["apart"]) < 1e-3
 
 
@@ -107,6 +108,18 @@ def test_what_was_settled_says_so(offline: Offline) -> None:
         assert header.profile is None
         assert header.reference is not None
         assert record.generation == 2
+
+
+def test_a_pod_that_settles_what_is_settled_keeps_it_to_itself(offline: Offline) -> None:
+    """Its root still had what was compiled without the GPU; the store has another generation by then."""
+    shutil.copytree(offline.folder / "offline", offline.folder / "stale")
+    said = offline.start("stale", DEVICES[:1])
+    assert said["report"]["gave_up"] == []
+    for row in rows(said, DEVICES[0]):
+        assert row["status"] == "local", row
+        assert not row["published"], row
+    records = (offline.folder / "store").glob("v1/*/artifacts/cuda0-*/*.json")
+    assert {path.stem for path in records} == {"1", "2"}
 
 
 def test_a_canary_that_fails_lets_the_gpu_compile_for_itself(offline: Offline) -> None:

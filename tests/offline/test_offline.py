@@ -14,6 +14,7 @@ from offline_models import plan
 from processes import environment
 
 from compilecache import absent_context, absent_driver, absent_gpu, fingerprint
+from compilecache.cachedir import CacheDir
 from compilecache.engines.programfile import Header, read_program, sealed, write_program
 from compilecache.errors import (
     ChecksumMismatch,
@@ -25,9 +26,11 @@ from compilecache.errors import (
     StoreUnavailable,
     UntrustedArtifact,
 )
+from compilecache.exchange import Exchange
 from compilecache.gpuprofile import GpuProfile
 from compilecache.offline import Failure, Request, refuse_plan, warm_offline
-from compilecache.shapes import InputSpec
+from compilecache.shapes import CompileTarget, InputSpec
+from compilecache.store import ArtifactStore
 
 H200 = GpuProfile.load("h200")
 HERE = Path(__file__).parent
@@ -211,3 +214,61 @@ def test_a_program_is_looked_up_alike_with_and_without_its_gpu() -> None:
     assert kept != other
     cpu = {"device": "cpu", "cpu": "x86_64 AVX2", "cpu.flags": "avx2"}
     assert fingerprint._without_host(cpu) == cpu
+
+
+# -- first contacts ---------------------------------------------------------------------------------
+
+
+MARK = fingerprint.Fingerprint({"gpu": "NVIDIA H200 sm_90"})
+TARGET = CompileTarget(InputSpec(phase="train", dims={"batch": 2}), "cuda:0")
+
+
+def pod(folder: Path, store: ArtifactStore) -> Exchange:
+    """A start with an empty root; it has what the store has."""
+    cache = CacheDir(folder)
+    cache.prepare()
+    exchange = Exchange(cache, store, MARK, [TARGET.key])
+    assert exchange.restore().faults == []
+    return exchange
+
+
+def program(exchange: Exchange, words: bytes, profile: GpuProfile | None) -> str:
+    """A program in a pod's root."""
+    return write_program(exchange.cache.root, header(words, profile), words)
+
+
+def test_of_pods_that_meet_the_gpu_at_once_one_publishes(tmp_path: Path) -> None:
+    """The others keep what they have settled, and publish it neither now nor later."""
+    store = ArtifactStore.open(tmp_path / "store")
+    ci = pod(tmp_path / "ci", store)
+    first = ci.publish(TARGET, [program(ci, b"made", H200)], None)
+    one, two = pod(tmp_path / "one", store), pod(tmp_path / "two", store)
+    assert not one.superseded(TARGET.key)
+    second = one.publish(TARGET, [program(one, b"settled by one", None)], None)
+    assert second.generation == first.generation + 1
+    assert two.superseded(TARGET.key)
+    own = program(two, b"settled by two", None)
+    two.keep(TARGET, [own], None)
+    assert [entry.path for entry in two.complete[TARGET.key].files] == [own]
+    assert two.publish_complete([TARGET.key]) == []
+    assert store.highest_generation(MARK.digest, TARGET.key) == second.generation
+    again = Exchange(two.cache, store, MARK, [TARGET.key])
+    assert again.look() == []
+    assert [entry.path for entry in again.complete[TARGET.key].files] == [own]
+    assert pod(tmp_path / "three", store).complete[TARGET.key].files == second.files
+
+
+def test_a_store_that_is_gone_is_no_reason_to_lose_what_was_settled(tmp_path: Path) -> None:
+    """It counts as not superseded; publishing keeps the record in the root, and says what is wrong."""
+    store = ArtifactStore.open(tmp_path / "store")
+    ci = pod(tmp_path / "ci", store)
+    ci.publish(TARGET, [program(ci, b"made", H200)], None)
+    one = pod(tmp_path / "one", store)
+    (tmp_path / "store").rename(tmp_path / "gone")
+    (tmp_path / "store").write_text("no folder")
+    assert not one.superseded(TARGET.key)
+    own = program(one, b"settled by one", None)
+    with pytest.raises((StoreUnavailable, OSError)):
+        one.publish(TARGET, [own], None)
+    assert [entry.path for entry in one.complete[TARGET.key].files] == [own]
+    assert TARGET.key in one.cache.unpublished(MARK.digest)

@@ -677,3 +677,29 @@ def trace_after_program(root: Path) -> tuple[set[str], bool]:
     with make_warm(model, root, engine="trace") as warm:
         model.train()
         return {row.engine for row in warm.report.targets}, dispatch.of(model) is None
+
+
+def made_after(*faults: str) -> tuple[str, list[str]]:
+    """Compiles with a pass that fails so often; the error in the end, and faults that never came up."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    from compilecache import aot_names
+
+    class Failing(CustomGraphPass):
+        def __init__(self) -> None:
+            self.words = list(faults)
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            if self.words:
+                raise RuntimeError(self.words.pop(0))
+
+        def uuid(self) -> str:
+            return "failing"
+
+    failing = Failing()
+    options = {"options": {"post_grad_custom_pre_pass": failing}}
+    try:
+        assert aot_names.make(Nested(), (torch.ones(2, 8),), {}, options).data
+    except Exception as error:
+        return str(error), failing.words
+    return "", failing.words

@@ -10,7 +10,7 @@ import programmed
 import pytest
 import torch
 from processes import Template
-from programmed import CHANGES, Called, Saw
+from programmed import CHANGES, Called, Saw, made_after
 from torch import nn
 
 from compilecache import aot_names
@@ -287,3 +287,13 @@ def test_traces_in_another_thread_disturb_no_program(fresh: Template, root: Path
 def test_a_class_of_torch_keeps_its_call() -> None:
     """Only classes of users are called past nn.Module.__call__."""
     assert nn.Linear.__call__ is nn.Module.__call__
+
+
+def test_a_graph_that_cannot_do_without_an_index_is_compiled_with_one(fresh: Template) -> None:
+    """torch 2.14.1 cannot split some graphs of code that names none; every other error is what it is."""
+    assert fresh.call(made_after, "conflict: current_device_default") == ("", [])
+    error, _ = fresh.call(made_after, "this cannot be split", "nor this")
+    assert "this cannot be split" in error
+    error, left = fresh.call(made_after, "current_device", "current_device again", "never")
+    assert "again" in error
+    assert left == ["never"]
