@@ -47,6 +47,10 @@ def fetch_packs(
                 wanted = packs[sha256]
                 whole = sha256 if vouched else None
                 unpack(stream, whole, wanted, dest, spare_bytes=SPARE_BYTES, written=moving.add)
+        except ChecksumMismatch as error:
+            first, *others = error.faults
+            named = first if first.startswith("pack ") else f"pack {sha256[:12]}: {first}"
+            return broken_packs([named, *others])
         except CompileCacheError as error:
             return error
         return None
