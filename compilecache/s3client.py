@@ -10,6 +10,9 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import botocore.loaders
@@ -23,6 +26,7 @@ from botocore.exceptions import (
     PartialCredentialsError,
     ProfileNotFound,
 )
+from botocore.utils import parse_timestamp
 
 from compilecache.budget import RefusedError
 from compilecache.errors import StoreUnavailable
@@ -152,12 +156,26 @@ class Clients:
         try:
             session = botocore.session.Session(profile=options.get("profile"))
             session.register_component("data_loader", _LOADER)
+            parsers = session.get_component("response_parser_factory")
+            parsers.set_parser_defaults(timestamp_parser=moment)
             made: object = session.create_client("s3", config=Config(**config), **arguments)
         except (ProfileNotFound, TypeError, ValueError) as error:
             raise RefusedError(
                 _line(error), "Mend the option, the variable or the profile"
             ) from error
         return made
+
+
+def moment(value: object) -> datetime:
+    """A time as S3 writes it; botocore's own parser, which takes all kinds, takes twenty times as long."""
+    if isinstance(value, str):
+        for parse in (datetime.fromisoformat, parsedate_to_datetime):
+            with suppress(ValueError):
+                found = parse(value)
+                if found.tzinfo is not None:
+                    return found
+    other: datetime = parse_timestamp(value)
+    return other
 
 
 class _Fault(TypedDict, total=False):

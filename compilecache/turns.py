@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TURN = 2e-4
+TURN = 1e-3
 """Seconds that a thread may keep the interpreter to itself meanwhile: 5 ms is Python's own, and what
 opens, writes and closes many small files would wait that long after each."""
 

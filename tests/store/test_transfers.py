@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from botocore.utils import parse_timestamp
 from sick_server import SickServer, sick_server
 from store_samples import FINGERPRINT, harvest, packed, sample
 from stores import Place
@@ -25,6 +26,7 @@ from compilecache.fetch import fetch_packs
 from compilecache.fingerprint import Fingerprint
 from compilecache.progress import SAID_EVERY, BarProgress, LineProgress, Pace
 from compilecache.s3 import PART_BYTES
+from compilecache.s3client import moment
 from compilecache.store import ArtifactStore
 
 MARK = Fingerprint({"torch": "2.13.0"})
@@ -348,3 +350,24 @@ def test_a_terminal_shows_bytes_and_rate(capsys: pytest.CaptureFixture[str]) -> 
     assert "MB" not in after
     assert "0/12" in after
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2026-11-30T12:00:00.000Z",
+        "2026-11-30T12:00:00+00:00",
+        "Mon, 30 Nov 2026 12:00:00 GMT",
+        "1796040000",
+        1796040000,
+    ],
+)
+def test_times_are_read_as_botocore_reads_them(text: object) -> None:
+    """In every form that a server may write."""
+    assert moment(text) == parse_timestamp(text)
+
+
+def test_what_is_no_time_is_no_time() -> None:
+    """As it was without us."""
+    with pytest.raises(ValueError, match="Invalid timestamp"):
+        moment("yesterday")
