@@ -57,9 +57,12 @@ def main() -> None:
     }
     chosen = [name for name in parts if getattr(options, name)] or list(parts)
     rows: list[Row] = []
-    for name in chosen:
-        with tempfile.TemporaryDirectory(dir=options.dir, prefix="restore-") as folder:
-            rows += parts[name](Path(folder))
+    # Nothing is deleted before all is measured: see ``aside``.
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="restore-") as folder:
+        for name in chosen:
+            place = Path(folder, name)
+            place.mkdir()
+            rows += parts[name](place)
     whole = len(chosen) == len(parts)
     report("restore" if whole else f"restore_{'_'.join(chosen)}", rows, as_json=options.json)
 
