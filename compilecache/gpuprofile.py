@@ -129,13 +129,14 @@ def record(device: str = "cuda:0") -> GpuProfile:
 
     from compilecache.replicas import refuse_absent
 
+    where = (
+        "Record a profile where one is, with a CUDA build of torch; that of the H200 comes along"
+    )
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        raise PlanError(f"'{device}': there is no NVIDIA GPU here", next_step=where, field="device")
     refuse_absent(device)
-    if torch.device(device).type != "cuda" or torch.version.cuda is None:
-        raise PlanError(
-            f"'{device}' is no NVIDIA GPU",
-            next_step="Record a profile where one is, with a CUDA build of torch",
-            field="device",
-        )
+    if torch.device(device).type != "cuda":
+        raise PlanError(f"'{device}' is no NVIDIA GPU", next_step=where, field="device")
     found = torch.cuda.get_device_properties(device)
     names = {*GpuProfile.model_fields} - {"format", "vendor", "capability", "cuda", "triton"}
     return GpuProfile.parse(
