@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from programs import Bench, Setting, Sheet, name_of, note
-from results import Row, table
+from programs import Bench, Setting, Sheet, name_of, note, run_parts
+from results import Row
 
 HERE = Path(__file__).parent
 NO_GPU = torch.cuda.device_count() == 0
@@ -311,17 +311,7 @@ def main() -> int:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         at_once = cores >= ENOUGH_CORES if options.at_once is None else options.at_once
         bench = Offline(setting, folder / name_of(setting), at_once=at_once)
-        for name in wanted:
-            note(f"-- {name}")
-            try:
-                PARTS[name](bench, sheet)
-                sheet.remark(f"part {name}", [])
-            except (subprocess.CalledProcessError, ValueError) as error:
-                sheet.failed = True
-                sheet.remark(f"part {name}", [f"{type(error).__name__}: {error}"[:500]])
-    text = sheet.path.read_text(encoding="utf-8") if sheet.path.is_file() else "{}\n"
-    print(text if options.json else table(list(sheet.rows.values())), end="")
-    return 1 if sheet.failed else 0
+        return run_parts(PARTS, wanted, bench, sheet, as_json=options.json)
 
 
 if __name__ == "__main__":

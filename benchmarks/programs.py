@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from prime import weight
 from results import Row, commit, path_of, table, write
@@ -457,6 +457,31 @@ def name_of(setting: Setting) -> str:
     return re.sub(r"[^\w]+", "-", f"{commit()} {' '.join(map(str, setting.facts().values()))}")
 
 
+B = TypeVar("B", bound=Bench)
+
+
+def run_parts(
+    parts: Mapping[str, Callable[[B, Sheet], None]],
+    wanted: Sequence[str],
+    bench: B,
+    sheet: Sheet,
+    *,
+    as_json: bool,
+) -> int:
+    """Measures these parts and prints the figures; 1 when a part could not be measured, else 0."""
+    for name in wanted:
+        note(f"-- {name}")
+        try:
+            parts[name](bench, sheet)
+            sheet.remark(f"part {name}", [])
+        except (subprocess.CalledProcessError, ValueError) as error:
+            sheet.failed = True
+            sheet.remark(f"part {name}", [f"{type(error).__name__}: {error}"[:500]])
+    text = sheet.path.read_text(encoding="utf-8") if sheet.path.is_file() else "{}\n"
+    print(text if as_json else table(list(sheet.rows.values())), end="")
+    return 1 if sheet.failed else 0
+
+
 def main() -> int:
     """0 when every part could be measured, whatever the figures say."""
     parser = argparse.ArgumentParser(
@@ -482,17 +507,7 @@ def main() -> int:
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(setting, folder / name_of(setting))
-        for name in wanted:
-            note(f"-- {name}")
-            try:
-                PARTS[name](bench, sheet)
-                sheet.remark(f"part {name}", [])
-            except subprocess.CalledProcessError as error:
-                sheet.failed = True
-                sheet.remark(f"part {name}", [f"'{error.cmd[1]}' ended with {error.returncode}"])
-    text = sheet.path.read_text(encoding="utf-8")
-    print(text if options.json else table(list(sheet.rows.values())), end="")
-    return 1 if sheet.failed else 0
+        return run_parts(PARTS, wanted, bench, sheet, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -7,25 +7,23 @@ module does not import torch.
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue
 
-from compilecache import errors
+from compilecache import child, errors
 from compilecache.cachedir import LOCK_TIMEOUT
+from compilecache.child import ask
 from compilecache.errors import CompileCacheError, CompileFailed, PlanError
 from compilecache.gpuprofile import GpuProfile
 from compilecache.report import Report
-from compilecache.shapes import ShapePlan
+from compilecache.shapes import TARGET_LIMIT, ShapePlan
 
 DEVICE = "cuda:0"
 """What is compiled for: a program of one index serves them all."""
@@ -52,6 +50,8 @@ class Request(BaseModel):
     trust_keys: tuple[Path, ...] = ()
     strict: bool = False
     share: bool = True
+    limit: int = TARGET_LIMIT
+    """How many targets a plan may have."""
     lock_timeout: float = LOCK_TIMEOUT
 
 
@@ -112,18 +112,15 @@ def refuse_plan(plan: ShapePlan) -> None:
 def warm_offline(request: Request) -> Report:
     """Compiles the plan for the profile's GPU in a process that sees none. Raises as ``warm_plan``."""
     refuse_plan(request.plan)
-    with tempfile.TemporaryDirectory(prefix="compilecache-") as folder:
-        asked, told = Path(folder, "request.json"), Path(folder, "result.json")
-        asked.write_text(request.model_dump_json(), encoding="utf-8")
-        code = _spawn([str(asked), str(told)], request.root)
-        try:
-            result = Result.model_validate_json(told.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise CompileFailed(
-                f"the process that compiles without a GPU ended with {code} before it could report",
-                next_step="See what it printed above, or compile where the GPU is",
-                target="offline process",
-            ) from error
+    result = ask(
+        "compilecache.offline",
+        request,
+        Result,
+        environment_of(request.root),
+        who="process that compiles without a GPU",
+        next_step="or compile where the GPU is",
+        patience=PATIENCE,
+    )
     if result.failure is not None:
         raise result.failure.error()
     assert result.report is not None
@@ -133,27 +130,10 @@ def warm_offline(request: Request) -> Report:
 def environment_of(root: Path) -> dict[str, str]:
     """Of the process: no GPU, and compile workers that are forked from it, with what it replaced."""
     return {
-        **os.environ,
+        **child.environment_of(root),
         "CUDA_VISIBLE_DEVICES": "",
         "TORCHINDUCTOR_WORKER_START": "fork",
-        "TORCHINDUCTOR_CACHE_DIR": str(root),
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
     }
-
-
-def _spawn(arguments: list[str], root: Path) -> int:
-    """Its exit code. Its output goes to standard error."""
-    command = [sys.executable, "-m", "compilecache.offline", *arguments]
-    with subprocess.Popen(command, env=environment_of(root), stdout=sys.stderr.fileno()) as child:
-        try:
-            return child.wait()
-        except BaseException:
-            with suppress(subprocess.TimeoutExpired):
-                child.terminate()
-                child.wait(PATIENCE)
-            raise
-        finally:
-            child.kill()
 
 
 # -- inside of the process -------------------------------------------------------------------------
@@ -211,6 +191,7 @@ def carry_out(request: Request) -> Report:
             progress=progress,
             strict=request.strict,
             share=request.share,
+            limit=request.limit,
             lock_timeout=request.lock_timeout,
             profile=request.profile,
         )

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from compilecache.cachedir import CacheDir
-from compilecache.errors import CompileFailed, PlanError, UnexpectedCompile, UnsafePath
+from compilecache.child import ask, environment_of
+from compilecache.errors import PlanError, UnexpectedCompile, UnsafePath
 from compilecache.evidence import Evidence
 from compilecache.fingerprint import Fingerprint
 from compilecache.kernels import regroup
@@ -161,38 +160,17 @@ def _link(source: Path, place: Path) -> None:
 
 def run_fresh(request: Request, timeout: float | None = None) -> Result:
     """Runs every target in a new Python process with ``request.root`` itself as its cache."""
-    with tempfile.TemporaryDirectory(prefix="compilecache-") as folder:
-        asked, told = Path(folder, "request.json"), Path(folder, "result.json")
-        asked.write_text(request.model_dump_json(), encoding="utf-8")
-        ended = _spawn([str(asked), str(told)], request.root, timeout)
-        try:
-            result = Result.model_validate_json(told.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise CompileFailed(
-                f"the fresh process {ended} before it could report",
-                next_step="See what it printed above, and run the workload's step by hand",
-                target="fresh process",
-            ) from error
+    result = ask(
+        "compilecache.fresh",
+        request,
+        Result,
+        environment_of(Path(request.root)),
+        who="fresh process",
+        next_step="and run the workload's step by hand",
+        timeout=timeout,
+    )
     if result.error is not None:
         raise PlanError(
             f"in a fresh process: {result.error}", next_step="Mend that, then try again"
         )
     return result
-
-
-def _spawn(arguments: list[str], root: str, timeout: float | None) -> str:
-    """How the process ended, in words. Its output goes to standard error."""
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": root,
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-    }
-    command = [sys.executable, "-m", "compilecache.fresh", *arguments]
-    with subprocess.Popen(command, env=environment, stdout=sys.stderr.fileno()) as child:
-        try:
-            code = child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return f"was ended after {timeout:.0f} s"
-        finally:
-            child.kill()
-    return f"ended with {code}"

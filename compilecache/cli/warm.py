@@ -85,6 +85,7 @@ def warm(
                 trust_keys=trust_keys,
                 strict=strict,
                 share=not no_share,
+                limit=limit,
                 lock_timeout=lock_timeout,
             )
         )

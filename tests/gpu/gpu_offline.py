@@ -10,6 +10,7 @@ import json
 import sys
 
 import torch
+from gpu_timing import kernels_timed
 from torch import nn
 
 from compilecache import CompileCacheError, ShapePlan, ensure_warm, torch_names
@@ -45,21 +46,6 @@ def plan() -> ShapePlan:
     specs = specs_of_examples([example], Block())
     made = plan_of(specs, workload="gpu_offline:block")
     return made.model_copy(update={"engine": "program"})
-
-
-def kernels_timed() -> list[str]:
-    """Names of those that torch times from now on, to choose between their configurations."""
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    timed: list[str] = []
-    original = CachingAutotuner.benchmark_all_configs
-
-    def noting(self: CachingAutotuner, *args: object, **kwargs: object) -> object:
-        timed.append(str(self.inductor_meta.get("kernel_name")))
-        return original(self, *args, **kwargs)
-
-    CachingAutotuner.benchmark_all_configs = noting
-    return timed
 
 
 def compared(model: nn.Module, device: str) -> float:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
+from gpu_timing import kernels_timed
 from torch import nn
 
 from compilecache import ShapePlan, Warm, ensure_warm, torch_names
@@ -103,21 +104,6 @@ def _all(act: Callable[[threading.Thread], object], threads: Sequence[threading.
 def report(warm: Warm) -> dict[str, object]:
     """Rows and troubles."""
     return json.loads(warm.report.model_dump_json())  # type: ignore[no-any-return]
-
-
-def kernels_timed() -> list[str]:
-    """Names of those that torch times from now on, to choose between their configurations."""
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    timed: list[str] = []
-    original = CachingAutotuner.benchmark_all_configs
-
-    def noting(self: CachingAutotuner, *args: object, **kwargs: object) -> object:
-        timed.append(str(self.inductor_meta.get("kernel_name")))
-        return original(self, *args, **kwargs)
-
-    CachingAutotuner.benchmark_all_configs = noting
-    return timed
 
 
 def main() -> None:

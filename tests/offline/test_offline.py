@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from offline_models import plan
 from processes import environment
 
 from compilecache import absent_context, absent_driver, absent_gpu, fingerprint
 from compilecache.cachedir import CacheDir
+from compilecache.cli.warm import warm as warm_command
 from compilecache.engines.programfile import Header, read_program, sealed, write_program
 from compilecache.errors import (
     ChecksumMismatch,
@@ -272,3 +274,25 @@ def test_a_store_that_is_gone_is_no_reason_to_lose_what_was_settled(tmp_path: Pa
         one.publish(TARGET, [own], None)
     assert [entry.path for entry in one.complete[TARGET.key].files] == [own]
     assert TARGET.key in one.cache.unpublished(MARK.digest)
+
+
+def test_what_the_command_is_told_reaches_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every option that means anything there."""
+    asked: list[Request] = []
+
+    def noting(request: Request) -> None:
+        asked.append(request)
+        raise PlanError("asked", next_step="enough")
+
+    monkeypatch.setattr("compilecache.offline.warm_offline", noting)
+    path = tmp_path / "plan.yaml"
+    path.write_text(plan("norm").dump())
+    words = ["--limit", "5000", "--lock-timeout", "7", "--no-share", "--strict", "--store", "none"]
+    options = [str(path), "--gpu-profile", "h200", "--root", str(tmp_path / "root"), *words]
+    CliRunner().invoke(warm_command, options)
+    (request,) = asked
+    said = (request.limit, request.lock_timeout, request.share, request.strict, request.store)
+    assert said == (5000, 7.0, False, True, "none")
+    assert request.profile == H200
