@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from compilecache import absent_context, absent_driver, undecided
+from compilecache import absent_context, absent_driver, attention_names, padding_names, undecided
 from compilecache.errors import PlanError
 from compilecache.gpuprofile import GpuProfile
 from compilecache.torch_names import absent
@@ -55,7 +55,6 @@ _PLACES = {
         "shutdown_compile_workers",
     ],
     "torch._inductor.fx_passes.joint_graph": ["UniformValueConstantFolder.run"],
-    "torch._inductor.fx_passes.pad_mm": ["get_cached_should_pad", "should_pad"],
     "torch._inductor.graph": ["GraphLowering.run"],
     "torch._inductor.runtime.benchmarking": ["benchmarker.benchmark", "benchmarker.benchmark_gpu"],
     "torch._inductor.runtime.triton_heuristics": ["CachingAutotuner._make_launchers"],
@@ -65,7 +64,8 @@ _PLACES = {
 
 def missing() -> list[str]:
     """Names used here that this torch or this Triton does not have; each as an import path."""
-    return [*absent(_PLACES), *absent_driver.missing(), *absent_context.missing()]
+    parts = (absent_driver, absent_context, attention_names, padding_names)
+    return [*absent(_PLACES), *(name for part in parts for name in part.missing())]
 
 
 def install(profile: GpuProfile) -> None:
@@ -274,17 +274,21 @@ def _replace_folding() -> None:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """While a graph is compiled, what a GPU would have to decide is an error that names its line."""
+def refusing(profile: GpuProfile) -> Iterator[None]:
+    """While a graph is compiled, what a GPU would have to decide is an error that names its line.
+
+    Unless the profile answers it.
+    """
     import torch._inductor.config as config
     from torch._inductor.graph import GraphLowering
 
     wrapper: Any = torch._TorchCompileInductorWrapper
     compile_graph, lower = wrapper.__call__, GraphLowering.run
+    asked: list[attention_names.Question] = []
 
     def compile_checked(self: Any, graph: Any, inputs: Any) -> Any:
         undecided.refuse_settings(self.config, config)
-        undecided.refuse_operations(graph)
+        undecided.refuse_operations(graph, len(asked))
         try:
             return compile_graph(self, graph, inputs)
         except Exception as error:
@@ -299,7 +303,11 @@ def refusing() -> Iterator[None]:
 
     wrapper.__call__, GraphLowering.run = compile_checked, lower_checked  # type: ignore[method-assign]
     try:
-        yield
+        with (
+            attention_names.answering(profile.attention, asked),
+            padding_names.answering(profile.padding),
+        ):
+            yield
     finally:
         wrapper.__call__, GraphLowering.run = compile_graph, lower  # type: ignore[method-assign]
 
@@ -321,35 +329,14 @@ _OVER_LIMIT = "out of resource: shared memory"
 
 def _replace_timing() -> None:
     """Nothing is timed: nobody is to take what comes first for the fastest."""
-    from torch._inductor.fx_passes import pad_mm
     from torch._inductor.runtime.benchmarking import benchmarker
-
-    known, should_pad = pad_mm.get_cached_should_pad, pad_mm.should_pad
 
     def refuse(*args: Any, **named: Any) -> Any:
         raise Refused(f"torch would time kernels on the GPU, at {_line_here()}")
 
-    def cached(key: str) -> bool:
-        if (answer := known(key)) is None:
-            raise _Asked
-        return answer
-
-    def checked(match: Any, *args: Any, **named: Any) -> bool:
-        try:
-            return should_pad(match, *args, **named)
-        except _Asked:
-            node = match.output_node()
-            words = f"{undecided.operation(node)}, at {undecided.node_line(node)}"
-            raise Refused(f"{words}: {undecided.PADDING}") from None
-
-    pad_mm.get_cached_should_pad, pad_mm.should_pad = cached, checked
     for kind in type(benchmarker).__mro__:
         for name in {"benchmark", "benchmark_gpu"} & vars(kind).keys():
             setattr(kind, name, refuse)
-
-
-class _Asked(Exception):
-    """torch does not know, and would time it."""
 
 
 def _line_here() -> str:

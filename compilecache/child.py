@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,11 +12,49 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
-from compilecache.errors import CompileFailed
+from compilecache import errors
+from compilecache.errors import CompileCacheError, CompileFailed
 
 Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class Failure(BaseModel):
+    """An error of the process, to be raised by whoever started it."""
+
+    kind: str
+    """Name of a class of ``compilecache.errors``."""
+    problem: str
+    next_step: str
+    fields: dict[str, JsonValue] = {}
+
+    @classmethod
+    def of(cls, error: CompileCacheError) -> Failure:
+        """The same error, to be sent."""
+        fields = {k: v for k, v in vars(error).items() if k not in ("problem", "next_step")}
+        return cls(
+            kind=type(error).__name__,
+            problem=error.problem,
+            next_step=error.next_step,
+            fields=json.loads(json.dumps(fields)),
+        )
+
+    def error(self) -> CompileCacheError:
+        """The error again."""
+        kind = getattr(errors, self.kind, CompileCacheError)
+        fields = {name: _tuples(value) for name, value in self.fields.items()}
+        made: CompileCacheError = kind(self.problem, next_step=self.next_step, **fields)
+        return made
+
+
+def _tuples(value: JsonValue) -> object:
+    """Errors hold tuples where JSON has lists."""
+    if isinstance(value, list):
+        return tuple(map(_tuples, value))
+    if isinstance(value, dict):
+        return {name: _tuples(item) for name, item in value.items()}
+    return value
 
 
 def environment_of(root: Path) -> dict[str, str]:

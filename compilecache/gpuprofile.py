@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    JsonValue,
     PositiveInt,
     ValidationError,
     ValidationInfo,
@@ -28,6 +29,31 @@ SHIPPED = Path(__file__).parent / "gpus"
 _Version = Annotated[str, Field(pattern=r"^\d+\.\d+[\w.+-]*$")]
 _Major = Annotated[int, Field(ge=1, le=99, strict=True)]
 _Minor = Annotated[int, Field(ge=0, le=9, strict=True)]
+
+
+class Operation(BaseModel):
+    """One call of an operation of torch."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(pattern=r"^aten\.\w+\.\w+$", max_length=200)]
+    """With its overload: "aten.slice.Tensor"."""
+    arguments: Annotated[tuple[JsonValue, ...], Field(strict=False)]
+    """In JSON; ``{"tensor": "query"}`` is one of the question, ``{"tensor": 0}`` what the first call gave,
+    ``{"tensor": 0, "item": 1}`` the second of its results."""
+    named: dict[str, JsonValue] = {}
+    """The same, by name."""
+
+
+class Answer(BaseModel):
+    """What torch makes of one attention on the GPU."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    operations: Annotated[tuple[Operation, ...], Field(strict=False, min_length=1)]
+    """Called one after the other."""
+    output: JsonValue
+    """Which of their tensors it is, as among their arguments."""
 
 
 class GpuProfile(BaseModel):
@@ -59,6 +85,10 @@ class GpuProfile(BaseModel):
     """Of torch where it was recorded: "13.0"."""
     triton: _Version
     """The same: "3.6.0"."""
+    attention: dict[str, Answer] = {}
+    """Question → what torch calls there for ``scaled_dot_product_attention``; of plans it was asked about."""
+    padding: dict[str, bool] = {}
+    """torch's key of a matrix product → whether it is faster with padded sizes; of the same plans."""
 
     @field_validator(
         "max_threads_per_block", "shared_memory_per_block_optin", "shared_memory_per_multiprocessor"
@@ -79,8 +109,12 @@ class GpuProfile(BaseModel):
 
     def properties(self) -> dict[str, str | int]:
         """As ``torch.cuda.get_device_properties`` names them."""
-        facts = self.model_dump(exclude={"format", "vendor", "capability", "cuda", "triton"})
+        facts = self.model_dump(exclude=_NO_PROPERTIES)
         return {**facts, "major": self.capability[0], "minor": self.capability[1]}
+
+    def without_answers(self) -> Self:
+        """What it says of the GPU alone, not of a workload."""
+        return self.model_copy(update={"attention": {}, "padding": {}})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -119,8 +153,13 @@ class GpuProfile(BaseModel):
             ) from error
 
     def dump(self) -> str:
-        """JSON, a field a line."""
-        return self.model_dump_json(indent=2) + "\n"
+        """JSON, a field a line; without answers where there are none."""
+        empty = {name for name in ("attention", "padding") if not getattr(self, name)}
+        return self.model_dump_json(indent=2, exclude=empty) + "\n"
+
+
+_NO_PROPERTIES = {"format", "vendor", "capability", "cuda", "triton", "attention", "padding"}
+"""Fields that torch's properties of a device do not have under that name."""
 
 
 def record(device: str = "cuda:0") -> GpuProfile:
@@ -138,7 +177,7 @@ def record(device: str = "cuda:0") -> GpuProfile:
     if torch.device(device).type != "cuda":
         raise PlanError(f"'{device}' is no NVIDIA GPU", next_step=where, field="device")
     found = torch.cuda.get_device_properties(device)
-    names = {*GpuProfile.model_fields} - {"format", "vendor", "capability", "cuda", "triton"}
+    names = {*GpuProfile.model_fields} - _NO_PROPERTIES
     return GpuProfile.parse(
         {
             **{name: getattr(found, name) for name in names},

@@ -208,6 +208,27 @@ def probe_vector_sets() -> None:
     cpu_vec_isa.pick_vec_isa()
 
 
+class Traced(BaseException):
+    """A graph has been traced; nothing of torch is to take it for a failure."""
+
+
+@contextmanager
+def tracing_only() -> Iterator[None]:
+    """Where torch would begin to generate code Traced is raised: it has asked all that it asks before."""
+    from torch._inductor.graph import GraphLowering
+
+    lower = GraphLowering.run
+
+    def run(*args: Any, **named: Any) -> Any:
+        raise Traced
+
+    GraphLowering.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GraphLowering.run = lower  # type: ignore[method-assign]
+
+
 def missing() -> list[str]:
     """Names used here that this torch does not have; each as an import path."""
     return absent(
@@ -231,6 +252,7 @@ def missing() -> list[str]:
                 "FXGraphCacheMiss",
             ],
             "torch._inductor.codecache": ["BypassFxGraphCache"],
+            "torch._inductor.graph": ["GraphLowering.run"],
             "torch._inductor.utils": ["clear_caches"],
             "torch._inductor.cpu_vec_isa": [
                 "valid_vec_isa_list",

@@ -6,7 +6,6 @@ module does not import torch.
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,11 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict
 
-from compilecache import child, errors
+from compilecache import child
 from compilecache.cachedir import LOCK_TIMEOUT
-from compilecache.child import ask
+from compilecache.child import Failure, ask
 from compilecache.errors import CompileCacheError, CompileFailed, PlanError
 from compilecache.gpuprofile import GpuProfile
 from compilecache.report import Report
@@ -53,43 +52,6 @@ class Request(BaseModel):
     limit: int = TARGET_LIMIT
     """How many targets a plan may have."""
     lock_timeout: float = LOCK_TIMEOUT
-
-
-class Failure(BaseModel):
-    """An error of the process, to be raised by whoever started it."""
-
-    kind: str
-    """Name of a class of ``compilecache.errors``."""
-    problem: str
-    next_step: str
-    fields: dict[str, JsonValue] = {}
-
-    @classmethod
-    def of(cls, error: CompileCacheError) -> Failure:
-        """The same error, to be sent."""
-        fields = {k: v for k, v in vars(error).items() if k not in ("problem", "next_step")}
-        return cls(
-            kind=type(error).__name__,
-            problem=error.problem,
-            next_step=error.next_step,
-            fields=json.loads(json.dumps(fields)),
-        )
-
-    def error(self) -> CompileCacheError:
-        """The error again."""
-        kind = getattr(errors, self.kind, CompileCacheError)
-        fields = {name: _tuples(value) for name, value in self.fields.items()}
-        made: CompileCacheError = kind(self.problem, next_step=self.next_step, **fields)
-        return made
-
-
-def _tuples(value: JsonValue) -> object:
-    """Errors hold tuples where JSON has lists."""
-    if isinstance(value, list):
-        return tuple(map(_tuples, value))
-    if isinstance(value, dict):
-        return {name: _tuples(item) for name, item in value.items()}
-    return value
 
 
 class Result(BaseModel):

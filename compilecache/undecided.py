@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +19,14 @@ NO_LINE = "no line of yours"
 
 class Refused(Exception):
     """Something that only a real GPU can answer was asked; in words, with the line that asked."""
+
+
+class Unplaced(Refused):
+    """The same where nobody knows the line yet: an operation, and why. ``words_of`` finds the line."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+        self.what, self.why = what, why
 
 
 _SETTINGS = {
@@ -36,8 +44,7 @@ _SETTINGS = {
 """Options of Inductor that nobody can honour without a GPU, and why."""
 
 _ASK = {
-    "scaled_dot_product_attention": "torch asks the GPU which kernel it takes; use flex_attention, "
-    "or allow the math kernel alone (torch.nn.attention.sdpa_kernel(SDPBackend.MATH))",
+    "scaled_dot_product_attention": "torch asks the GPU which kernel it takes, where no profile answers",
     "_native_multi_head_attention": "torch asks the GPU which kernel it takes",
     "_transformer_encoder_layer_fwd": "torch asks the GPU which kernel it takes",
     "triton_kernel_wrapper_mutation": "a Triton kernel of your own is launched in another way than "
@@ -47,9 +54,15 @@ _ASK = {
 }
 """Operations whose code the GPU itself decides, and why."""
 
+_ANSWERED = "record the answer on one with 'compilecache gpu-profile --plan'"
+ATTENTION = (
+    f"torch asks the GPU which kernel it takes; {_ANSWERED}, use flex_attention, or allow the math "
+    "kernel alone (torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
+)
+UNFIT = "the profile's answer does not fit this torch; record it anew"
 PADDING = (
-    "torch would time on the GPU whether padding it pays; set shape_padding to false in options of "
-    "the plan's compile_options"
+    f"torch would time on the GPU whether padding it pays; {_ANSWERED}, or set shape_padding to "
+    "false in options of the plan's compile_options"
 )
 MEMORY = "no configuration of its kernel fits the GPU's shared memory"
 
@@ -71,13 +84,17 @@ def _setting(config: object, name: str) -> object:
     return found
 
 
-def refuse_operations(graph: torch.fx.GraphModule) -> None:
-    """Raises Refused for an operation of a traced graph, or of a graph in it, that the GPU decides."""
+def refuse_operations(graph: torch.fx.GraphModule, attentions: int = 0) -> None:
+    """Raises Refused for an operation of a traced graph, or of a graph in it, that the GPU decides.
+
+    ``attentions``: how many have been answered while it was traced; each is asked about at least once.
+    """
     for node in _nodes(graph):
         name = operation(node)
-        if name not in _ASK or (name == "scaled_dot_product_attention" and _only_math(graph)):
-            continue
-        raise Refused(f"{name}, at {node_line(node)}: {_ASK[name]}")
+        if name == "scaled_dot_product_attention" and attentions > 0:
+            attentions -= 1
+        elif name in _ASK:
+            raise Refused(f"{name}, at {node_line(node)}: {_ASK[name]}")
 
 
 def operation(node: torch.fx.Node) -> str:
@@ -89,18 +106,6 @@ def _nodes(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):
             yield from module.graph.nodes
-
-
-def _only_math(graph: torch.fx.GraphModule) -> bool:
-    """Whether the one kernel of attention that is allowed needs nobody to be asked.
-
-    What is allowed may change inside of the graph: then it is not looked at any closer.
-    """
-    backends: object = torch.backends.cuda
-    fused = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled")
-    if any(operation(node).startswith("_sdpa_kernel") for node in _nodes(graph)):
-        return False
-    return not any(getattr(backends, name)() for name in fused)
 
 
 # -- lines -------------------------------------------------------------------------------------
@@ -153,11 +158,22 @@ def _sources_of(found: TracebackType | None, kernel: str) -> list[str]:
 
 def words_of(error: BaseException) -> str:
     """What went wrong, in one line, with the innermost line of the workload."""
-    found: BaseException | None = error
-    while found is not None:
+    chain = [error]
+    while (under := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(under)
+    for found in chain:
+        if isinstance(found, Unplaced):
+            return f"{found.what}, at {_traced_line(chain)}: {found.why}"
         if isinstance(found, Refused):
             return str(found)
-        found = found.__cause__ or found.__context__
     first = (str(error).strip().splitlines() or [""])[0][:300]
     where = user_line(traceback.extract_tb(error.__traceback__))
     return f"{type(error).__name__}: {first} (at {where})"
+
+
+def _traced_line(chain: Sequence[BaseException]) -> str:
+    """The line that Dynamo was at, or else the innermost that Python was at."""
+    for error in chain:
+        if (stack := getattr(error, "real_stack", None)) is not None:
+            return user_line(stack)
+    return user_line(traceback.extract_tb(chain[-1].__traceback__))

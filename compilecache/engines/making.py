@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from pydantic import JsonValue
 from torch import nn
 
 from compilecache import aot_names, state_names
+from compilecache.engines import dispatch
 from compilecache.engines.conditions import Scope, conditions_of
+from compilecache.engines.dispatch import NoProgram, Program
 from compilecache.engines.fitting import hardware, source_digests, torch_build
 from compilecache.engines.programfile import Header, sealed
 from compilecache.engines.watched import tensors_digest
 from compilecache.shapes import CompileTarget
+from compilecache.workload import Workload
+
+T = TypeVar("T")
 
 
 def make_program(
@@ -46,3 +52,36 @@ def make_program(
         **sealed(made.data),
     )
     return made, header
+
+
+class _Called(Exception):
+    """Ends a step at the call that it was made for."""
+
+
+def at_its_call(
+    workload: Workload,
+    target: CompileTarget,
+    module: nn.Module,
+    function: nn.Module,
+    act: Callable[[tuple[object, ...], Mapping[str, object]], T],
+) -> T:
+    """Acts in place of the call that the workload's step makes of the function, in whatever state it makes it.
+
+    Raises NoProgram when it makes none.
+    """
+    done: list[T] = []
+
+    def call(module: nn.Module, *args: object, **kwargs: object) -> object:
+        done.append(act(args, kwargs))
+        raise _Called
+
+    before = function._compiled_call_impl
+    dispatch.attach_only(function, Program(call), lambda output: None)
+    try:
+        inputs = workload.make_inputs(target.spec, module, torch.device(target.device))
+        workload.step(target.spec, module, inputs)
+    except _Called:
+        return done[0]
+    finally:
+        function._compiled_call_impl = before
+    raise NoProgram("its step never calls the function")

@@ -12,17 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
 from pydantic import JsonValue
 from torch import nn
 
 from compilecache import absent_driver, absent_gpu, aot_names, undecided
 from compilecache.cachedir import CacheDir
-from compilecache.engines import dispatch
-from compilecache.engines.dispatch import NoProgram, Program
+from compilecache.engines.dispatch import NoProgram
 from compilecache.engines.fitting import differences
 from compilecache.engines.harness import Harness, Replica, Run, first_line, phase
-from compilecache.engines.making import make_program
+from compilecache.engines.making import at_its_call, make_program
 from compilecache.engines.program import unfit
 from compilecache.engines.programfile import (
     Header,
@@ -46,10 +44,6 @@ from compilecache.workload import Workload
 logger = logging.getLogger("compilecache")
 
 T = TypeVar("T")
-
-
-class _Called(Exception):
-    """Ends a step at the call that it was made for."""
 
 
 class OfflineEngine:
@@ -145,7 +139,7 @@ class OfflineEngine:
         def make(
             args: tuple[object, ...], kwargs: Mapping[str, object]
         ) -> tuple[aot_names.Made, Header]:
-            with absent_gpu.refusing():
+            with absent_gpu.refusing(self._profile):
                 return make_program(target, function, args, kwargs, harness.options)
 
         with harness.observed(target, module, expect_warm=False, runs=False) as seen:
@@ -154,7 +148,9 @@ class OfflineEngine:
                 made, header = self._in_step(target, module, function, make)
                 loaded = aot_names.load(made.data, function, header.imports)
             data, incomplete = aot_names.completed(made.function, loaded, function)
-            header = header.model_copy(update={**sealed(data), "profile": self._profile})
+            header = header.model_copy(
+                update={**sealed(data), "profile": self._profile.without_answers()}
+            )
             path = write_program(harness.cache.root, header, data)
             seen.seconds = time.perf_counter() - began, 0.0
         evidence = harness.evidence(seen, harness.foreign(seen))
@@ -171,25 +167,13 @@ class OfflineEngine:
         act: Callable[[tuple[object, ...], Mapping[str, object]], T],
     ) -> T:
         """Acts at the call that the workload's step makes, in whatever state it makes it."""
-        done: list[T] = []
 
-        def call(module: nn.Module, *args: object, **kwargs: object) -> object:
+        def plainly(args: tuple[object, ...], kwargs: Mapping[str, object]) -> T:
             with absent_gpu.plainly():
-                done.append(act(args, kwargs))
-            raise _Called
+                return act(args, kwargs)
 
-        workload, device = self._harness.workload, torch.device(target.device)
-        before = function._compiled_call_impl
-        dispatch.attach_only(function, Program(call), lambda output: None)
-        try:
-            with absent_gpu.faking():
-                inputs = workload.make_inputs(target.spec, module, device)
-                workload.step(target.spec, module, inputs)
-        except _Called:
-            return done[0]
-        finally:
-            function._compiled_call_impl = before
-        raise NoProgram("its step never calls the function")
+        with absent_gpu.faking():
+            return at_its_call(self._harness.workload, target, module, function, plainly)
 
 
 def _refusal(target: CompileTarget, reason: str) -> CompileFailed:

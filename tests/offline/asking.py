@@ -10,13 +10,15 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import JsonValue
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from compilecache.gpuprofile import GpuProfile, versions
+from compilecache.gpuprofile import Answer, GpuProfile, Operation, versions
 
 
 class Attention(nn.Module):
@@ -53,6 +55,25 @@ class Math(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, heads, length, head] → the same."""
         return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class MathInside(nn.Module):
+    """The same, but the graph itself says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, heads, length, head] → the same."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class Folded(nn.Module):
+    """Attention whose output can be folded as it lies in memory, by the kernel that was answered alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, length, heads, head] → [B, length, heads · head]."""
+        heads = x.transpose(1, 2)
+        output = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return output.transpose(1, 2).view(2, 8, -1)
 
 
 class Unaligned(nn.Module):
@@ -131,8 +152,12 @@ MODELS = {
     "attention by its overload": Overload,
     "attention in a checkpoint": Checkpointed,
     "attention by math alone": Math,
+    "attention by math alone, said in the graph": MathInside,
+    "attention, answered": Folded,
+    "attention, answered for another length": Attention,
     "unaligned product": Unaligned,
     "unaligned product, never padded": Unaligned,
+    "unaligned product, answered": Unaligned,
     "max-autotune": Plain,
     "coordinate descent": Plain,
     "CUDA graphs": Plain,
@@ -156,6 +181,48 @@ OPTIONS: dict[str, dict[str, JsonValue]] = {
 }
 
 
+CALLED = {
+    "attention, answered": b"_scaled_dot_product_flash_attention",
+    "attention by math alone, said in the graph": b"bmm",
+    "unaligned product, answered": b"constant_pad_nd",
+}
+"""What must be in the code of a program."""
+
+
+class Always(dict[str, bool]):
+    """An answer to every question."""
+
+    def get(self, key: str, default: object = None) -> bool:  # type: ignore[override]
+        """The same for all."""
+        return True
+
+
+def flash(shape: tuple[int, ...], strides: tuple[int, ...]) -> dict[str, Answer]:
+    """As the H200 answers for one tensor as query, key and value, of which no gradient is wanted."""
+    from compilecache.attention_names import Facts, Question
+
+    facts = Facts(torch.bfloat16, shape, strides, grad=False)
+    kernels = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
+    question = Question((facts, facts, facts, None), 0.0, False, None, False, kernels)
+    operation = Operation(
+        name="aten._scaled_dot_product_flash_attention.default",
+        arguments=({"tensor": "query"}, {"tensor": "key"}, {"tensor": "value"}),
+        named={"scale": shape[-1] ** -0.5},
+    )
+    return {str(question): Answer(operations=(operation,), output={"tensor": 0, "item": 0})}
+
+
+def answers(case: str) -> dict[str, Any]:
+    """What the profile says of workloads."""
+    if case == "unaligned product, answered":
+        return {"padding": Always()}
+    if case == "attention, answered":
+        return {"attention": flash((2, 1024, 8, 64), (524288, 64, 65536, 1))}
+    if case == "attention, answered for another length":
+        return {"attention": flash((2, 8, 512, 64), (262144, 32768, 64, 1))}
+    return {}
+
+
 def main(root: Path, profile: GpuProfile, cases: list[str]) -> dict[str, str]:
     """What each is refused with."""
     from compilecache.offline import without_gpu
@@ -165,11 +232,10 @@ def main(root: Path, profile: GpuProfile, cases: list[str]) -> dict[str, str]:
 
 
 def _said(root: Path, profile: GpuProfile, case: str) -> str:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     from compilecache import absent_gpu
     from compilecache.cachedir import CacheDir
     from compilecache.engines.offline import OfflineEngine
+    from compilecache.engines.programfile import program_among, read_program
     from compilecache.errors import CompileFailed
     from compilecache.examples import ExampleWorkload, specs_of_examples
     from compilecache.shapes import CompileTarget
@@ -196,13 +262,19 @@ def _said(root: Path, profile: GpuProfile, case: str) -> str:
     kind = ByMath if case == "attention by math alone" else Asking
     workload = kind([example], module=module)
     spec = specs_of_examples([example], module, ("eval",))[0]
-    engine = OfflineEngine(workload, cache, OPTIONS.get(case), profile)
+    engine = OfflineEngine(
+        workload, cache, OPTIONS.get(case), profile.model_copy(update=answers(case))
+    )
     try:
         run = engine.run(CompileTarget(device="cuda:0", spec=spec), module)
     except CompileFailed as error:
         return error.problem
-    assert run.engine == "program"
-    return ""
+    path = program_among(run.files)
+    assert path is not None
+    header, code = read_program(root / path)
+    assert header.profile is not None
+    assert not header.profile.attention
+    return "" if CALLED.get(case, b"") in code else "its code calls something else"
 
 
 if __name__ == "__main__":

@@ -40,6 +40,27 @@ class Long(nn.Module):
         )
 
 
+class Attending(nn.Module):
+    """Two attentions, of which the device says what they become: causal, and with a mask."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 256] → [B, 256]."""
+        heads = x.view(1, -1, 4, 64).transpose(1, 2)
+        mask = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool, device=x.device).tril()
+        attend = nn.functional.scaled_dot_product_attention
+        y = attend(heads, heads, heads, is_causal=True) + attend(heads, heads, heads, mask)
+        return y.transpose(1, 2).reshape(x.shape)
+
+
+class Breaking(nn.Module):
+    """No full graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 256] → [B, 256]."""
+        torch._dynamo.graph_break()
+        return x.sin()
+
+
 class Autocast(ExampleWorkload):
     """Steps in autocast, as trainers do."""
 
@@ -83,6 +104,8 @@ autocast = Autocast(build="offline_models:Norm")
 switched = Switched(build="offline_models:Norm")
 waiting = Waiting(build="offline_models:Norm")
 long = ExampleWorkload(build="offline_models:Long")
+attending = ExampleWorkload(build="offline_models:Attending")
+breaking = ExampleWorkload(build="offline_models:Breaking")
 
 
 def plan(name: str, phase: str = "train", rows: int = 64) -> ShapePlan:

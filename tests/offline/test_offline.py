@@ -16,6 +16,7 @@ from processes import environment
 
 from compilecache import absent_context, absent_driver, absent_gpu, fingerprint
 from compilecache.cachedir import CacheDir
+from compilecache.child import Failure
 from compilecache.cli.warm import warm as warm_command
 from compilecache.engines.programfile import Header, read_program, sealed, write_program
 from compilecache.errors import (
@@ -30,7 +31,7 @@ from compilecache.errors import (
 )
 from compilecache.exchange import Exchange
 from compilecache.gpuprofile import GpuProfile
-from compilecache.offline import Failure, Request, refuse_plan, warm_offline
+from compilecache.offline import Request, refuse_plan, warm_offline
 from compilecache.shapes import CompileTarget, InputSpec
 from compilecache.store import ArtifactStore
 
