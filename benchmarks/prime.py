@@ -1,88 +1,108 @@
 """What a warm start costs: cold, torch's own warm directory or artifacts, ours after a restore.
 
 Every row is a fresh process with the same model, shapes and steps; the clock runs from the built
-model to every target having run twice. Restored and torch-warm processes alternate, and the figure
-is the median of their ratios. Ours goes by trace, and then by programs. Usage: prime.py [--preset tiny] [--seq-lens 256,512]
-[--devices cpu] [--rounds 3] [--json]
+model to every target having run twice.
+trace    cold; then restored and torch-warm processes alternate, the figure is the median of their ratios
+mega     torch loads the artifacts that it saved after trace's cold run
+program  cold and restored by programs, against trace's cold run
+The result is written as soon as a part is measured, and parts of one setting go together, whatever
+the commit (a row of another one names it); with --folder what was compiled cold serves a later call,
+too, and a part compiles what it needs and does not find there.
+Usage: prime.py [--preset tiny] [--seq-lens 256,512] [--devices cpu] [--parts trace,mega,program]
+[--rounds 3] [--folder /tmp/prime] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from results import Row, report
-
-from compilecache.cachedir import CacheDir
-
-HERE = Path(__file__).parent
+from programs import Answer, Bench, Setting, Sheet, name_of, note, run_parts, weight
+from results import Row
 
 
-class Bench:
-    """One cold run and the warm ones that build on it."""
+class Prime(Bench):
+    """Fresh processes on all devices over one folder; what was compiled cold is compiled once."""
 
-    def __init__(
-        self, folder: Path, preset: str, seq_lens: str, devices: str, engine: str = "trace"
-    ) -> None:
-        self.folder = folder
-        self.devices = devices
-        self.engine = engine
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        super().__init__(setting, folder)
+        self.count = len(setting.devices)
         self.artifacts = folder / "artifacts"
-        self.plan = folder / "plan.yaml"
-        words = ["plan", "--workload", "dflash_model.workload:dflash", "--set", f"preset={preset}"]
-        words += ["--seq-lens", seq_lens, "--output", str(self.plan), "--json"]
-        subprocess.run(
-            [sys.executable, "-m", "compilecache", *words], check=True, stdout=subprocess.DEVNULL
-        )
-        self.cold = self.run("ours", "cold")
 
-    def run(self, how: str, root: str) -> dict:  # type: ignore[type-arg]
-        """One fresh process on a cache root of this name."""
-        place = self.folder / root
-        place.mkdir(mode=0o700, exist_ok=True)
-        command = [sys.executable, str(HERE / "worker.py"), how, "--plan", str(self.plan)]
-        command += ["--devices", self.devices, "--root", str(place)]
-        command += ["--store", str(self.folder / "store"), "--engine", self.engine]
-        if how == "mega" or (how == "torch" and not self.artifacts.exists()):
-            command += ["--artifacts", str(self.artifacts)]
-        environment = {
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": str(place),
-            "TRITON_CACHE_DIR": str(place / "triton"),
-        }
-        ended = subprocess.run(
-            command, check=True, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        result: dict = json.loads(ended.stdout.splitlines()[-1])  # type: ignore[type-arg]
-        print(f"{how:6} {root:10} {result['seconds']:8.2f} s", file=sys.stderr, flush=True)
-        return result
+    def seconds_cold(self, engine: str) -> float:
+        """Of the cold run."""
+        return float(self.cold(engine, self.count)["seconds"])
 
-    def restored(self, number: int, how: str = "ours") -> dict:  # type: ignore[type-arg]
-        """On an empty root: ours from its store, or torch with the artifacts that it saved."""
-        result = self.run(how, f"restored{number}")
-        shutil.rmtree(self.folder / f"restored{number}")
+    def torch_warm(self) -> Answer:
+        """Torch alone on the directory that trace left; saves its artifacts unless there are some."""
+        self.cold("trace", self.count)
+        words = () if self.artifacts.exists() else ("--artifacts", self.artifacts)
+        return self._by_torch("torch", self.root("trace", self.count), *words)
+
+    def mega(self) -> Answer:
+        """Torch alone on an empty root, with the artifacts that it saved."""
+        with self.empty_root() as root:
+            return self._by_torch("mega", root, "--artifacts", self.artifacts)
+
+    def _by_torch(self, how: str, root: Path, *words: object) -> Answer:
+        options = ("--plan", self.own_plan(), *words)
+        result = self.run("worker.py", how, root, self.setting.devices, *options)
+        note(f"{how}: {result['seconds']:.1f} s")
         return result
 
 
-def weight(root: Path) -> tuple[int, int]:
-    """Files and bytes of a cache directory."""
-    files = CacheDir(root).files()
-    return len(files), sum((root / path).stat().st_size for path in files)
+# -- parts ------------------------------------------------------------------------------------
 
 
-def prime_seconds(result: dict) -> float:  # type: ignore[type-arg]
+def trace(bench: Prime, sheet: Sheet) -> None:
+    """Cold, then torch warm and ours restored in turn."""
+    torch_warm, restored = [], []
+    for _ in range(bench.setting.rounds):
+        torch_warm.append(bench.torch_warm())
+        restored.append(bench.restored(bench.count, engine="trace"))
+    for row in rows_of(bench, torch_warm, restored):
+        sheet.add(row)
+
+
+def mega(bench: Prime, sheet: Sheet) -> None:
+    """Torch with its artifacts; they are saved here where the part trace has not run."""
+    cold = bench.seconds_cold("trace")
+    if not bench.artifacts.exists():
+        bench.torch_warm()
+    seconds = median(bench.mega()["seconds"] for _ in range(bench.setting.rounds))
+    sheet.add(Row("prime_mega_cache", seconds, "s", "cold", seconds / cold))
+
+
+def program(bench: Prime, sheet: Sheet) -> None:
+    """By engine program; what was rewritten for another GPU also by itself."""
+    cold, first = bench.seconds_cold("trace"), bench.seconds_cold("program")
+    sheet.add(Row("program_cold", first, "s", "cold", first / cold))
+    restored = [bench.restored(bench.count) for _ in range(bench.setting.rounds)]
+    whole = median(result["seconds"] for result in restored)
+    sheet.add(Row("program", whole, "s", "cold", whole / cold))
+    pairs = [by_origin(result) for result in restored]
+    if all(moved for _, moved in pairs):
+        ratio = median(moved / own for own, moved in pairs)
+        rewritten = median(moved for _, moved in pairs)
+        sheet.add(Row("program_rewritten", rewritten, "s", "own GPU", ratio))
+    else:
+        sheet.leave_out("program_rewritten", f"nothing was rewritten on {bench.setting.devices}")
+
+
+# -- figures ----------------------------------------------------------------------------------
+
+
+def prime_seconds(result: Answer) -> float:
     """Without the transfer from the store."""
     return float(result["seconds"]) - float(result["report"]["restore_seconds"])
 
 
-def differences(one: dict, other: dict) -> tuple[float, float]:  # type: ignore[type-arg]
+def differences(one: Answer, other: Answer) -> tuple[float, float]:
     """Largest relative difference of loss and of gradient norm between two processes."""
     worst = [0.0, 0.0]
     for name, values in one["steps"].items():
@@ -92,22 +112,24 @@ def differences(one: dict, other: dict) -> tuple[float, float]:  # type: ignore[
     return worst[0], worst[1]
 
 
-def rows_of(bench: Bench, torch_warm: list[dict], restored: list[dict]) -> list[Row]:  # type: ignore[type-arg]
-    """The figures."""
-    targets = bench.cold["report"]["targets"]
+def rows_of(bench: Prime, torch_warm: list[Answer], restored: list[Answer]) -> list[Row]:
+    """The figures of engine trace."""
+    first = bench.cold("trace", bench.count)
+    targets = first["report"]["targets"]
     evidence = [row["evidence"] for result in restored for row in result["report"]["targets"]]
-    files, size = weight(bench.folder / "cold")
+    files, size = weight(bench.root("trace", bench.count))
     packed = restored[0]["report"]
-    pack_bytes = sum(p.stat().st_size for p in bench.folder.rglob("packs/*.tar.zst"))
-    cold = float(bench.cold["seconds"])
+    packs = bench.store("trace", bench.count).rglob("packs/*.tar.zst")
+    pack_bytes = sum(path.stat().st_size for path in packs)
+    cold = float(first["seconds"])
     warm = median(r["seconds"] for r in torch_warm)
     ours = median(map(prime_seconds, restored))
     whole = median(r["seconds"] for r in restored)
     ratio = median(
         prime_seconds(a) / b["seconds"] for a, b in zip(restored, torch_warm, strict=True)
     )
-    loss, norm = differences(bench.cold, restored[0])
-    gpu = "gpu_" if bench.devices.startswith("cuda") else ""
+    loss, norm = differences(first, restored[0])
+    gpu = "gpu_" if bench.setting.devices[0].startswith("cuda") else ""
     return [
         Row("targets", len(targets), "targets"),
         Row("cold", cold, "s"),
@@ -141,24 +163,7 @@ def rows_of(bench: Bench, torch_warm: list[dict], restored: list[dict]) -> list[
     ]
 
 
-def program_rows(programs: Bench, rounds: int, cold: float) -> list[Row]:
-    """The figures of engine program; what was rewritten for another GPU also by itself."""
-    restored = [programs.restored(number) for number in range(rounds)]
-    first = float(programs.cold["seconds"])
-    whole = median(result["seconds"] for result in restored)
-    rows = [
-        Row("program_cold", first, "s", "cold", first / cold),
-        Row("program", whole, "s", "cold", whole / cold),
-    ]
-    pairs = [by_origin(result) for result in restored]
-    if all(moved for _, moved in pairs):
-        ratio = median(moved / own for own, moved in pairs)
-        rewritten = median(moved for _, moved in pairs)
-        rows.append(Row("program_rewritten", rewritten, "s", "own GPU", ratio))
-    return rows
-
-
-def by_origin(result: dict) -> tuple[float, float]:  # type: ignore[type-arg]
+def by_origin(result: Answer) -> tuple[float, float]:
     """Seconds of a process's targets: compiled for the GPU that they run on, and rewritten for it."""
     seconds = [0.0, 0.0]
     for row in result["report"]["targets"]:
@@ -167,32 +172,53 @@ def by_origin(result: dict) -> tuple[float, float]:  # type: ignore[type-arg]
     return seconds[0], seconds[1]
 
 
-def main() -> None:
-    """Runs it and writes benchmarks/results/."""
-    parser = argparse.ArgumentParser(description=__doc__)
+# -- all --------------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[Prime, Sheet], None]] = {
+    "trace": trace,
+    "mega": mega,
+    "program": program,
+}
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    """What is not asked for here is the preset's own, or of other benchmarks."""
+    return Setting(
+        preset=options.preset,
+        anchors=None,
+        devices=options.devices.split(","),
+        lengths=[int(word) for word in options.seq_lens.split(",")],
+        rounds=options.rounds,
+        repeats=0,
+        calls=0,
+        cold_trace=False,
+    )
+
+
+def main() -> int:
+    """0 when every part could be measured, whatever the figures say."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--seq-lens", default="256,512")
     parser.add_argument("--devices", default="cpu")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=3, help="of warm starts and pairs")
+    parser.add_argument("--folder", type=Path, help="keep there what was compiled cold")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    given = (arguments.preset, arguments.seq_lens, arguments.devices)
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
-        bench = Bench(Path(folder), *given)
-        torch_warm, restored = [], []
-        for number in range(arguments.rounds):
-            torch_warm.append(bench.run("torch", "cold"))
-            restored.append(bench.restored(number))
-        rows = rows_of(bench, torch_warm, restored)
-        cold = float(bench.cold["seconds"])
-        mega = median(
-            bench.restored(number, "mega")["seconds"] for number in range(arguments.rounds)
-        )
-        rows.append(Row("prime_mega_cache", mega, "s", "cold", mega / cold))
-        rows += program_rows(Bench(Path(other), *given, "program"), arguments.rounds, cold)
-        name = "prime" if arguments.preset == "tiny" else f"prime-{arguments.preset}"
-        report(name, rows, as_json=arguments.json)
+    options = parser.parse_args()
+    setting = setting_of(options)
+    sheet = Sheet(setting, "prime")
+    wanted = options.parts.split(",")
+    if unknown := sorted({*wanted} - PARTS.keys()):
+        parser.error(f"there is no part {', '.join(unknown)}, only {', '.join(PARTS)}")
+    with ExitStack() as stack:
+        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # Not programs.py's: here torch alone writes into the directory that trace left.
+        bench = Prime(setting, folder / f"prime-{name_of(setting)}")
+        return run_parts(PARTS, wanted, bench, sheet, as_json=options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

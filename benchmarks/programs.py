@@ -23,15 +23,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from prime import weight
 from results import Row, commit, path_of, table, write
+
+from compilecache.cachedir import CacheDir
 
 HERE = Path(__file__).parent
 CALLS = 10_000
@@ -215,12 +216,19 @@ class Bench:
         answer: Answer = json.loads(kept.read_text(encoding="utf-8"))
         return answer
 
-    def restored(self, count: int, *words: str) -> Answer:
-        """Programs of the first so many devices from their store, in an empty root."""
-        root = self.folder / "restored"
+    def restored(self, count: int, *words: str, engine: str = "program") -> Answer:
+        """What the first so many devices compiled cold, from its store in an empty root."""
         devices = self.setting.devices[:count]
+        with self.empty_root() as root:
+            return self.warm(engine, devices, root, self.store(engine, count), *words)
+
+    @contextmanager
+    def empty_root(self) -> Iterator[Path]:
+        """For one process; what a call that was cut short has left there goes first."""
+        root = self.folder / "restored"
+        shutil.rmtree(root, ignore_errors=True)
         try:
-            return self.warm("program", devices, root, self.store("program", count), *words)
+            yield root
         finally:
             shutil.rmtree(root, ignore_errors=True)
 
@@ -322,6 +330,12 @@ def weigh(bench: Bench, sheet: Sheet, restored: Answer) -> None:
     ):
         values = (mine / shapes, unit, "directory", mine / other, other / shapes)
         sheet.add(Row(figure, *values, target))
+
+
+def weight(root: Path) -> tuple[int, int]:
+    """Files and bytes of a cache directory."""
+    files = CacheDir(root).files()
+    return len(files), sum((root / path).stat().st_size for path in files)
 
 
 def by_length(result: Answer) -> list[float]:
