@@ -43,8 +43,9 @@ def main() -> int:
     parser.add_argument("--seq-lens", default="512,1024")
     parser.add_argument("--rounds", default="2")
     parser.add_argument("--parts", default="cold,step,threads", help="of programs")
-    parser.add_argument("--folder", help="of programs and offline: kept for later parts")
+    parser.add_argument("--folder", help="kept for later parts of prime, programs and offline")
     arguments = parser.parse_args()
+    kept = ("--folder", arguments.folder) if arguments.folder else ()
     count = torch.cuda.device_count()
     if count == 0:
         print("error: no CUDA GPU on this machine; run this where there is one", file=sys.stderr)
@@ -60,14 +61,13 @@ def main() -> int:
     for preset in (step for step in steps if step not in others):
         lengths = "256" if preset == "tiny" else arguments.seq_lens
         good[preset] = run(f"prime {preset}", "benchmarks/prime.py", "--preset", preset, "--devices",
-                           devices, "--seq-lens", lengths, "--rounds", arguments.rounds)  # fmt: skip
+                           devices, "--seq-lens", lengths, "--rounds", arguments.rounds,
+                           *kept)  # fmt: skip
     if "programs" in steps:
-        kept = ("--folder", arguments.folder) if arguments.folder else ()
         good["programs"] = run("programs", "benchmarks/programs.py", "--preset", "qwen3-4b",
                                "--devices", devices, "--rounds", arguments.rounds,
                                "--parts", arguments.parts, *kept)  # fmt: skip
     if "offline" in steps:
-        kept = ("--folder", arguments.folder) if arguments.folder else ()
         good["offline"] = run("offline", "benchmarks/offline.py", "--devices", devices,
                               "--seq-lens", "256,384,512", "--repeats", "10", *kept)  # fmt: skip
     if "incident" in steps:

@@ -78,6 +78,7 @@ def install(profile: GpuProfile) -> None:
     _refuse_lacking(absent(_CUDA_PLACES))  # before they are set
     _replace_device(profile)
     _refuse_lacking(missing())
+    attention_names.note_own_order()
     _replace_generator()
     absent_driver.install(profile)
     _replace_fake_tensors()

@@ -76,6 +76,9 @@ def answers_for(plans: Sequence[ShapePlan], device: str) -> Answers:
 
 def collect(request: Request) -> Answers:
     """Asks. Raises as ``answers_for``."""
+    import torch
+
+    from compilecache import attention_names
     from compilecache.cachedir import CacheDir
     from compilecache.engines.harness import Harness
     from compilecache.replicas import build_replicas
@@ -84,6 +87,7 @@ def collect(request: Request) -> Answers:
     cache = CacheDir(request.root)
     cache.prepare(allow_network=True)
     cache.use()
+    attention_names.note_own_order(torch.device(request.device))
     answers = Answers()
     for plan in request.plans:
         workload = workload_of_plan(plan)

@@ -79,6 +79,8 @@ class Question:
     enable_gqa: bool
     kernels: tuple[str, ...]
     """Those that are allowed, the preferred first, as ``SDPBackend`` names them."""
+    chosen: bool = False
+    """Whether somebody chose that order. torch's own depends on the GPU, and is no part of the text."""
 
     def __str__(self) -> str:
         named = zip(INPUTS, self.tensors, strict=True)
@@ -87,11 +89,26 @@ class Question:
         words += ["causal"] if self.is_causal else []
         words += [f"scale {self.scale}"] if self.scale is not None else []
         words += ["gqa"] if self.enable_gqa else []
-        return ", ".join([*words, f"kernels {' '.join(self.kernels)}"])
+        kernels = self.kernels if self.chosen else sorted(self.kernels)
+        return ", ".join([*words, f"{'first' if self.chosen else 'any'} of {' '.join(kernels)}"])
 
 
-def _kernels() -> tuple[str, ...]:
-    """Allowed in this process now."""
+_own_order: list[int] = []
+
+
+def note_own_order(device: torch.device | None = None) -> None:
+    """Notes in which order torch itself prefers kernels, before anybody chooses another.
+
+    ``device``: a GPU that is there; torch knows its order only when it has been asked once.
+    """
+    if device is not None and device.type == "cuda":
+        like = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+        torch._fused_sdp_choice(like, like, like)
+    _own_order[:] = torch._C._get_sdp_priority_order()
+
+
+def _kernels() -> tuple[tuple[str, ...], bool]:
+    """Allowed in this process now, the preferred first; whether somebody chose that order."""
     from torch.nn.attention import SDPBackend
 
     settings: Any = torch.backends.cuda
@@ -101,8 +118,9 @@ def _kernels() -> tuple[str, ...]:
         SDPBackend.CUDNN_ATTENTION: settings.cudnn_sdp_enabled(),
         SDPBackend.MATH: settings.math_sdp_enabled(),
     }
-    order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
-    return tuple(kernel.name for kernel in order if allowed.get(kernel))
+    numbers = torch._C._get_sdp_priority_order()
+    kernels = tuple(k.name for k in map(SDPBackend, numbers) if allowed.get(k))
+    return kernels, numbers != _own_order
 
 
 # -- asking and answering ----------------------------------------------------------------------------
@@ -145,6 +163,8 @@ def _attending(
     """``answer`` gives the attention while torch traces; for None torch's own code does."""
     attention: Any = torch.ops.aten.scaled_dot_product_attention.default
     place = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not _own_order:
+        note_own_order()
 
     def attend(
         query: Tensor,
@@ -160,7 +180,8 @@ def _attending(
         given = (query, key, value, attn_mask)
         if query.device.type == kind:
             facts = tuple(None if tensor is None else Facts.of(tensor) for tensor in given)
-            question = Question(facts, dropout_p, is_causal, scale, enable_gqa, _kernels())
+            switches = (dropout_p, is_causal, scale, enable_gqa)
+            question = Question(facts, *switches, *_kernels())
             tensors = {n: t for n, t in zip(INPUTS, given, strict=True) if t is not None}
             if (output := answer(question, tensors)) is not None:
                 return output

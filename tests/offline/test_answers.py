@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compilecache import attention_names, padding_names
 from compilecache.answers import answers_for
-from compilecache.attention_names import ATTENTION, Question, answer_to
+from compilecache.attention_names import ATTENTION, Facts, Question, answer_to
 from compilecache.cli.gpu_profile import gpu_profile
 from compilecache.errors import CompileFailed, PlanError
 from compilecache.gpuprofile import Answer, GpuProfile
@@ -108,8 +109,11 @@ def test_the_choice_is_asked_about_all_that_it_depends_on() -> None:
         return str(noted[0])
 
     q, mask = torch.randn(2, 4, 16, 16), torch.ones(16, 16, dtype=torch.bool)
-    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+    two = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(two):
         fewer = question(q)
+    with sdpa_kernel(two, set_priority=True):
+        ordered = question(q)
     found = [
         question(q),
         question(q[:, :, :8]),
@@ -123,9 +127,22 @@ def test_the_choice_is_asked_about_all_that_it_depends_on() -> None:
         question(q, scale=0.5),
         question(q, enable_gqa=True),
         fewer,
+        ordered,
     ]
     assert len(set(found)) == len(found)
-    assert fewer.endswith("kernels MATH FLASH_ATTENTION")
+    assert fewer.endswith("any of FLASH_ATTENTION MATH")
+    assert ordered.endswith("first of MATH FLASH_ATTENTION")
+
+
+def test_torchs_own_order_of_kernels_is_no_part_of_a_question() -> None:
+    """It depends on the GPU, which is not there when the question is asked again."""
+    facts = Facts(torch.bfloat16, (1, 1, 8, 8), (64, 64, 8, 1), grad=False)
+    kernels = ("MATH", "FLASH_ATTENTION")
+    switches = (0.0, False, None, False)
+    one = Question((facts, facts, facts, None), *switches, kernels)
+    other = Question((facts, facts, facts, None), *switches, kernels[::-1])
+    assert str(one) == str(other)
+    assert str(one) != str(dataclasses.replace(one, chosen=True))
 
 
 def test_what_nobody_answers_is_refused_with_its_line() -> None:
