@@ -154,6 +154,7 @@ MODELS = {
     "attention by math alone": Math,
     "attention by math alone, said in the graph": MathInside,
     "attention, answered": Folded,
+    "attention in a checkpoint, answered": Checkpointed,
     "attention, answered for another length": Attention,
     "unaligned product": Unaligned,
     "unaligned product, never padded": Unaligned,
@@ -183,6 +184,7 @@ OPTIONS: dict[str, dict[str, JsonValue]] = {
 
 CALLED = {
     "attention, answered": b"_scaled_dot_product_flash_attention",
+    "attention in a checkpoint, answered": b"_scaled_dot_product_flash_attention",
     "attention by math alone, said in the graph": b"bmm",
     "unaligned product, answered": b"constant_pad_nd",
 }
@@ -218,6 +220,8 @@ def answers(case: str) -> dict[str, Any]:
         return {"padding": Always()}
     if case == "attention, answered":
         return {"attention": flash((2, 1024, 8, 64), (524288, 64, 65536, 1))}
+    if case == "attention in a checkpoint, answered":
+        return {"attention": flash((2, 8, 1024, 64), (524288, 65536, 64, 1))}
     if case == "attention, answered for another length":
         return {"attention": flash((2, 8, 512, 64), (262144, 32768, 64, 1))}
     return {}
