@@ -26,7 +26,7 @@ from compilecache import absent_context, absent_driver, attention_names, padding
 from compilecache.errors import PlanError
 from compilecache.gpuprofile import GpuProfile
 from compilecache.torch_names import absent
-from compilecache.undecided import Refused
+from compilecache.undecided import Refused, Unplaced
 
 _CUDA_PLACES = {
     "torch": ["_TorchCompileInductorWrapper.__call__"],
@@ -47,7 +47,8 @@ _CUDA_PLACES = {
 }
 _PLACES = {
     **_CUDA_PLACES,
-    "torch._subclasses.fake_tensor": ["FakeTensorMode.avoid_device_init"],
+    "torch._subclasses.fake_impls": ["run_fallback_kernel"],
+    "torch._subclasses.fake_tensor": ["FakeTensorMode.avoid_device_init", "run_fallback_kernel"],
     "torch._subclasses.meta_utils": ["MetaConverter"],
     "torch._inductor.async_compile": [
         "AsyncCompile.wait_pool_ready",
@@ -235,6 +236,17 @@ def _replace_fake_tensors() -> None:
     fakes.FakeTensorMode.avoid_device_init = property(lambda self: True)
     if hasattr(fakes, "init_gpu_context"):
         fakes.init_gpu_context = lambda *args, **named: None
+    run_it = fakes.run_fallback_kernel
+
+    def run_fallback_kernel(mode: Any, func: Any, arguments: Any, *rest: Any) -> Any:
+        """What an operation gives that has no code for fake tensors: torch runs it, on zeros."""
+        if any(isinstance(value, Tensor) and value.device.type == "cuda" for value in arguments):
+            raise Unplaced(undecided.plain(func), undecided.UNKNOWN)
+        return run_it(mode, func, arguments, *rest)
+
+    fakes.run_fallback_kernel = run_fallback_kernel
+    impls: Any = importlib.import_module("torch._subclasses.fake_impls")
+    impls.run_fallback_kernel = run_fallback_kernel
     swap: Any = torch.utils.swap_tensors
 
     def swap_tensors(one: Tensor, other: Tensor) -> None:

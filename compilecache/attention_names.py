@@ -8,7 +8,7 @@ the private names that this torch does not have.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +126,7 @@ def _kernels() -> tuple[tuple[str, ...], bool]:
 # -- asking and answering ----------------------------------------------------------------------------
 
 
-def noting(noted: list[Question], kind: str = "cuda") -> Any:
+def noting(noted: list[Question], kind: str = "cuda") -> AbstractContextManager[None]:
     """A context in which every question about a device of this kind is noted, and torch answers it."""
 
     def note(question: Question, tensors: Mapping[str, Tensor]) -> None:
@@ -135,7 +135,9 @@ def noting(noted: list[Question], kind: str = "cuda") -> Any:
     return _attending(note, kind)
 
 
-def answering(answers: Mapping[str, Answer], asked: list[Question], kind: str = "cuda") -> Any:
+def answering(
+    answers: Mapping[str, Answer], asked: list[Question], kind: str = "cuda"
+) -> AbstractContextManager[None]:
     """A context in which these answers stand for the device's; ``asked`` takes all questions.
 
     Where the kernel made of plain operations is the only one allowed, nobody needs to be asked. A

@@ -9,6 +9,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
@@ -59,6 +60,7 @@ ATTENTION = (
     f"torch asks the GPU which kernel it takes; {_ANSWERED}, use flex_attention, or allow the math "
     "kernel alone (torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
 )
+UNKNOWN = "torch would run it on the GPU to see the shape of what it gives"
 UNFIT = "the profile's answer does not fit this torch; record it anew"
 PADDING = (
     f"torch would time on the GPU whether padding it pays; {_ANSWERED}, or set shape_padding to "
@@ -99,7 +101,12 @@ def refuse_operations(graph: torch.fx.GraphModule, attentions: int = 0) -> None:
 
 def operation(node: torch.fx.Node) -> str:
     """Its name, without its overload: "scaled_dot_product_attention"."""
-    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+    return plain(node.target)
+
+
+def plain(function: object) -> str:
+    """The same of what a node calls."""
+    return str(getattr(function, "__name__", function)).partition(".")[0]
 
 
 def _nodes(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
@@ -158,22 +165,25 @@ def _sources_of(found: TracebackType | None, kernel: str) -> list[str]:
 
 def words_of(error: BaseException) -> str:
     """What went wrong, in one line, with the innermost line of the workload."""
-    chain = [error]
-    while (under := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(under)
-    for found in chain:
+    errors = [error]
+    while (under := errors[-1].__cause__ or errors[-1].__context__) is not None:
+        errors.append(under)
+    for found in errors:
         if isinstance(found, Unplaced):
-            return f"{found.what}, at {_traced_line(chain)}: {found.why}"
+            return f"{found.what}, at {_traced_line(errors)}: {found.why}"
         if isinstance(found, Refused):
             return str(found)
     first = (str(error).strip().splitlines() or [""])[0][:300]
-    where = user_line(traceback.extract_tb(error.__traceback__))
-    return f"{type(error).__name__}: {first} (at {where})"
+    return f"{type(error).__name__}: {first} (at {_traced_line(errors)})"
 
 
-def _traced_line(chain: Sequence[BaseException]) -> str:
-    """The line that Dynamo was at, or else the innermost that Python was at."""
-    for error in chain:
-        if (stack := getattr(error, "real_stack", None)) is not None:
-            return user_line(stack)
-    return user_line(traceback.extract_tb(chain[-1].__traceback__))
+def _traced_line(errors: Sequence[BaseException]) -> str:
+    """The line that Dynamo was at, or of what torch was about to replace, or else where Python was."""
+    stacks = [getattr(error, "real_stack", None) for error in errors]
+    places = [user_line(stack) for stack in stacks if stack is not None]
+    tracebacks = [error.__traceback__ for error in errors]
+    for frame, _ in chain.from_iterable(map(traceback.walk_tb, tracebacks)):
+        nodes = getattr(frame.f_locals.get("match"), "nodes", [])
+        places += [node_line(node) for node in reversed(nodes) if isinstance(node, torch.fx.Node)]
+    places += [user_line(traceback.extract_tb(found)) for found in tracebacks]
+    return next((place for place in places if place != NO_LINE), NO_LINE)

@@ -276,6 +276,8 @@ REFUSED = {
     "attention": ("scaled_dot_product_attention", "asking.py", "in forward"),
     "attention by its overload": ("scaled_dot_product_attention", "asking.py", "in forward"),
     "attention in a checkpoint": ("scaled_dot_product_attention", "asking.py", "in attend"),
+    "attention written out": ("scaled_dot_product_attention", "asking.py", "in forward"),
+    "operation without fake tensors": ("_transformer_encoder_layer_fwd", "asking.py", "in forward"),
     "attention, answered for another length": ("gpu-profile --plan", "asking.py", "in forward"),
     "unaligned product": ("mm, at", "asking.py", "shape_padding", "gpu-profile --plan"),
     "max-autotune": ("max_autotune",),
