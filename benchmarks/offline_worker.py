@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from worker import synchronize
 
-from compilecache import ShapePlan, aot_names, ensure_warm
+from compilecache import ShapePlan, ensure_warm, loading_names
 from compilecache.engines.harness import phase
 from compilecache.engines.programfile import read_program
 from compilecache.guard.warm import Warm
@@ -135,7 +135,7 @@ class Pair:
             if header.spec == spec:
                 indices = torch.device(header.device).index, device.index
                 moved = indices if indices[0] != indices[1] else None
-                loaded = aot_names.load(data, function, header.imports, moved)
+                loaded = loading_names.load(data, function, header.imports, moved)
                 texts = Counter(text for code in loaded.sources for text in kernel_sources(code))
                 return texts, sum(len(k.compile_results) > 1 for _, k in loaded.kernels)
         raise SystemExit(f"error: no program of '{spec}' in {self.roots[place]}")

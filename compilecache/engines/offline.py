@@ -15,7 +15,7 @@ from typing import TypeVar
 from pydantic import JsonValue
 from torch import nn
 
-from compilecache import absent_driver, absent_gpu, aot_names, undecided
+from compilecache import absent_driver, absent_gpu, aot_names, loading_names, undecided
 from compilecache.cachedir import CacheDir
 from compilecache.engines.dispatch import NoProgram
 from compilecache.engines.fitting import differences
@@ -146,7 +146,7 @@ class OfflineEngine:
             absent_driver.build_driver_stub()
             with phase(target.spec, module):
                 made, header = self._in_step(target, module, function, make)
-                loaded = aot_names.load(made.data, function, header.imports)
+                loaded = loading_names.load(made.data, function, header.imports)
             data, incomplete = aot_names.completed(made.function, loaded, function)
             header = header.model_copy(
                 update={**sealed(data), "profile": self._profile.without_answers()}

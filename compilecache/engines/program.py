@@ -15,7 +15,7 @@ import torch
 from pydantic import JsonValue
 from torch import nn
 
-from compilecache import aot_names, torch_names
+from compilecache import aot_names, loading_names, torch_names
 from compilecache.cachedir import CacheDir
 from compilecache.engines import dispatch
 from compilecache.engines.beside import Beside
@@ -60,8 +60,8 @@ class ProgramEngine:
         self._looked: Looked = defaultdict(dict)
         """Nobody changes what they looked at meanwhile."""
         # Beside the restore, which waits for disks and networks; joined before torch is used.
-        aot_names.import_first()
-        self._imports = Beside(aot_names.import_ahead)
+        loading_names.import_first()
+        self._imports = Beside(loading_names.import_ahead)
 
     @property
     def harness(self) -> Harness:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from compilecache import aot_names, state_names, torch_names
+from compilecache import aot_names, loading_names, state_names, torch_names
 from compilecache.engines import canary, dispatch
 from compilecache.engines.beside import without_collecting
 from compilecache.engines.conditions import Scope
@@ -62,7 +62,7 @@ class Way:
     reading: float = 0.0
     """Seconds that reading the file took."""
     made: aot_names.Made | None = None
-    loaded: aot_names.Loaded | None = None
+    loaded: loading_names.Loaded | None = None
     program: Program | None = None
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that the call was made with, and how often each had been written to."""
@@ -201,7 +201,7 @@ class Way:
         if self._moves(target):
             indices = torch.device(header.device).index, torch.device(target.device).index
         try:
-            self.loaded = loaded = aot_names.load(
+            self.loaded = loaded = loading_names.load(
                 self.data,
                 function,
                 header.imports,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from compilecache import ShapePlan, aot_names, ensure_warm
+from compilecache import ShapePlan, ensure_warm, loading_names
 from compilecache.engines.programfile import read_program
 from compilecache.examples import ExampleWorkload, specs_of_examples
 from compilecache.rewriting import kernel_sources
@@ -76,7 +76,7 @@ def called(root: Path, phase: str) -> tuple[Counter[str], Counter[str]]:
     for path in sorted((root / "programs").iterdir()):
         header, data = read_program(path)
         if header.spec.phase == phase:
-            loaded = aot_names.load(data, Asking().to(DEVICE), header.imports)
+            loaded = loading_names.load(data, Asking().to(DEVICE), header.imports)
             calls = Counter[str]()
             for code in loaded.sources:
                 calls.update(re.findall(r"torch\.ops\.aten\.\w+|extern_kernels\.\w+", code))

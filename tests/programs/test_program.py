@@ -48,7 +48,7 @@ def places(fresh: Template, root: Path) -> dict[str, str]:
 
 
 def test_torch_has_every_name_that_programs_need() -> None:
-    """Mend aot_names.py, triton_names.py or state_names.py, and nothing else, when this fails."""
+    """Mend aot_names.py, loading_names.py, triton_names.py or state_names.py, and nothing else, when this fails."""
     assert aot_names.missing() == []
 
 
