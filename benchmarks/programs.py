@@ -223,23 +223,23 @@ class Bench:
             return self.warm(engine, devices, root, self.store(engine, count), *words)
 
     @contextmanager
-    def empty_root(self) -> Iterator[Path]:
+    def empty_root(self, name: str = "restored") -> Iterator[Path]:
         """For one process; what a call that was cut short has left there goes first."""
-        root = self.folder / "restored"
-        shutil.rmtree(root, ignore_errors=True)
+        root = self.folder / name
+        used = (root, root.with_name(f"{name}-cold"))
+        for path in used:
+            shutil.rmtree(path, ignore_errors=True)
         try:
             yield root
         finally:
-            shutil.rmtree(root, ignore_errors=True)
+            for path in used:
+                shutil.rmtree(path, ignore_errors=True)
 
     def traced(self) -> Answer:
         """By trace, on a copy of the whole directory that its cold run left."""
-        root = self.folder / "copied"
-        shutil.copytree(self.root("trace", 1), root, symlinks=True)
-        try:
+        with self.empty_root() as root:
+            shutil.copytree(self.root("trace", 1), root, symlinks=True)
             return self.warm("trace", self.setting.devices[:1], root, "", "--ahead")
-        finally:
-            shutil.rmtree(root)
 
     def root(self, engine: str, count: int) -> Path:
         """Of a cold run."""
@@ -393,13 +393,9 @@ def step(bench: Bench, sheet: Sheet) -> None:
 
 def stepped(bench: Bench, device: str, plan: Path, store: Path) -> Answer:
     """A process that compares steps on one device; says how long each length takes."""
-    root = bench.folder / "step"
     words = ("--plan", plan, "--store", store, "--repeats", bench.setting.repeats)
-    try:
+    with bench.empty_root("step") as root:
         answer = bench.run("programs_worker.py", "step", root, [device], *words)
-    finally:
-        for path in (root, root.with_name("step-cold")):
-            shutil.rmtree(path, ignore_errors=True)
     for length, seen in answer["lengths"].items():
         note(
             f"step on {device}, {length}: program {seen['program_ms']:.2f} ms, "
@@ -419,11 +415,8 @@ def threads(bench: Bench, sheet: Sheet) -> None:
     plan = bench.plan([256 if on_gpu else 128], preset="tiny", anchors=8 if on_gpu else 2)
     store = bench.folder / "threads-store"
     words = ("--plan", plan, "--store", store, "--calls", bench.setting.calls)
-    root = bench.folder / "threads"
-    try:
+    with bench.empty_root("threads") as root:
         answer = bench.run("programs_worker.py", "threads", root, bench.setting.devices, *words)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
     calls, errors, entries = answer["calls"], answer["errors"], answer["entries"]
     note(f"{calls} calls in {answer['seconds']:.0f} s, {answer['traces']} FX traces, "
          f"{answer['compiles']} compilations")  # fmt: skip
