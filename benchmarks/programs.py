@@ -141,6 +141,8 @@ class Sheet:
             self._write()
 
     def _write(self) -> None:
+        if not self.rows:
+            return  # what another setting has found stays until there is something instead
         write(
             self._bench,
             list(self.rows.values()),

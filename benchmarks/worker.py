@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from compilecache import ShapePlan, ensure_warm
-from compilecache.aot_names import import_ahead
+from compilecache.loading_names import import_ahead
 from compilecache.progress import LineProgress
 from compilecache.shapes import InputSpec
 from compilecache.torch_names import Limits, counts, raise_limits, takes_recompile_limit
