@@ -86,6 +86,7 @@ def run(
     """
     from compilecache.shapes import ShapePlan
 
+    common.refuse_unwritable(junit, report_file)
     whole = ShapePlan.load(plan_file)
     profile = _absent(gpu_profile, whole, devices, extra_roots)
     plan = _share(whole, shard)

@@ -31,6 +31,7 @@ def gpu_profile(*, device: str, plans: tuple[Path, ...], output: Path | None) ->
     from compilecache.answers import answers_for
     from compilecache.gpuprofile import record
 
+    common.refuse_unwritable(output)
     loaded = [common.load_plan(path, None, (), None) for path in plans]
     profile = record(device)
     if loaded:

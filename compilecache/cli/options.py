@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -294,10 +295,25 @@ def write_file(path: Path, data: bytes) -> None:
         with replacing(path) as file:
             file.write(data)
     except OSError as error:
-        raise CompileCacheError(
-            f"file '{path}' cannot be written: {error.strerror}",
-            next_step="Name a file in a folder that this user may write",
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def refuse_unwritable(*paths: Path | None) -> None:
+    """Raises CompileCacheError for a file that cannot be written, before there is something to lose."""
+    for path in paths:
+        if path is not None:
+            try:
+                with tempfile.TemporaryFile(dir=path.parent):
+                    pass
+            except OSError as error:
+                raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> CompileCacheError:
+    return CompileCacheError(
+        f"file '{path}' cannot be written: {error.strerror}",
+        next_step="Name a file in a folder that this user may write",
+    )
 
 
 @contextmanager

@@ -311,3 +311,6 @@ def test_without_a_gpu_the_command_says_so(tmp_path: Path) -> None:
     refused = CliRunner().invoke(gpu_profile, ["--plan", str(tmp_path / "plan.yaml")])
     assert isinstance(refused.exception, PlanError)
     assert "there is no NVIDIA GPU here" in str(refused.exception)
+    output = ["--output", str(tmp_path / "gone" / "gpu.json")]
+    unwritable = CliRunner().invoke(gpu_profile, output).exception
+    assert "gpu.json' cannot be written: No such file" in str(unwritable)

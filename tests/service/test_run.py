@@ -141,6 +141,17 @@ def test_a_cache_that_cannot_be_baked_loses_no_report(
     assert junit.is_file()
 
 
+@pytest.mark.parametrize("option", ["--junit", "--report"])
+def test_a_report_that_could_not_be_written_is_refused_first(
+    option: str, fresh: Template, warmed: Place, tmp_path: Path
+) -> None:
+    """Not after hours, when there is something to report."""
+    ended = run(fresh, *warmed.words, option, tmp_path / "gone" / "report").wait()
+    assert (ended.code, ended.out) == (1, "")
+    assert "cannot be written: No such file or directory" in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
 def test_shards_take_what_is_theirs(fresh: Template, warmed: Place) -> None:
     """The index of the scheduler; more shards than specs leave some with nothing to do."""
     env = {"JOB_COMPLETION_INDEX": "1"}
