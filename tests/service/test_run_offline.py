@@ -14,6 +14,7 @@ from processes import Template
 from test_run import run
 
 from compilecache.engines.programfile import read_header
+from compilecache.gpuprofile import GpuProfile, versions
 
 pytestmark = [
     pytest.mark.offline,
@@ -29,14 +30,29 @@ def place(tmp_path: Path) -> Place:
 
     made = Place(tmp_path)
     made.write(plan("two_layer", [4, 8]).model_copy(update={"engine": "program"}))
+    profile = GpuProfile.load("h200").model_copy(update=versions())  # of whatever torch is here
+    profile_of(made).write_text(profile.dump())
     return made
+
+
+def profile_of(place: Place) -> Path:
+    """Of an H200."""
+    return place.folder / "gpu.json"
 
 
 def test_it_bakes_programs_that_every_index_finds(fresh: Template, place: Place) -> None:
     """Compiled without a GPU, laid into a folder, and pulled from there without torch; the headers
     say that nobody has run them."""
     image, root = place.folder / "image", place.folder / "pulled"
-    words = (place.plan_file, "--root", place.root, "--store", "none", "--gpu-profile", "h200")
+    words = (
+        place.plan_file,
+        "--root",
+        place.root,
+        "--store",
+        "none",
+        "--gpu-profile",
+        profile_of(place),
+    )
     junit = place.folder / "junit.xml"
     ended = run(fresh, *words, "--bake", image, "--junit", junit).wait()
     assert ended.code == 0, ended.err
@@ -58,13 +74,21 @@ def test_it_bakes_programs_that_every_index_finds(fresh: Template, place: Place)
 def words_again(place: Place, image: Path) -> tuple[object, ...]:
     """Another root, which finds everything in the image."""
     root = place.folder / "again"
-    more = ("--store", "none", "--gpu-profile", "h200", "--baked", image)
+    more = ("--store", "none", "--gpu-profile", profile_of(place), "--baked", image)
     return (place.plan_file, "--root", root, *more)
 
 
 def test_ended_by_the_scheduler_it_leaves_no_process(fresh: Template, place: Place) -> None:
     """Its forked compile workers are of the worker's session, and end with it."""
-    words = (place.plan_file, "--root", place.root, "--store", "none", "--gpu-profile", "h200")
+    words = (
+        place.plan_file,
+        "--root",
+        place.root,
+        "--store",
+        "none",
+        "--gpu-profile",
+        profile_of(place),
+    )
     started = run(fresh, *words)
     while "compiling forward" not in started.err and started.running:
         time.sleep(0.05)
