@@ -31,11 +31,16 @@ from compilecache.workload import Workload
 EAGER = {"backend": "eager"}
 
 
+def own_root() -> str:
+    """A new folder in that of this process, which goes with it."""
+    return tempfile.mkdtemp(dir=Path.cwd())
+
+
 def warm_product(model: nn.Module, counts: Sequence[int] = (2, 3), **options: object) -> Warm:
     """A model of one matrix product, warm for these numbers of rows."""
     settings: dict[str, object] = {
         "store": False,
-        "root": tempfile.mkdtemp(),
+        "root": own_root(),
         "compile_options": EAGER,
     }
     return ensure_warm(model, [rows(c) for c in counts], **{**settings, **options})  # type: ignore[arg-type]
@@ -266,7 +271,7 @@ def cuda_graphs() -> list[str]:
     """A model compiled to record CUDA graphs: fine in the thread that primed it, nowhere else."""
     model = TwoLayer()
     warm = ensure_warm(
-        model, [rows(2)], store=False, root=tempfile.mkdtemp(),
+        model, [rows(2)], store=False, root=own_root(),
         compile_options={"mode": "reduce-overhead"},
     )  # fmt: skip
     with warm:
