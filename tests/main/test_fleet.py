@@ -49,7 +49,7 @@ def test_three_cold_pods_compile_each_target_once(
 
 @pytest.mark.slow
 def test_pods_with_a_kernel_in_common(fresh: Template, place: Place) -> None:
-    """C++ libraries name the root they were built in; what a pod restores still fits what it made."""
+    """C++ libraries may name the root they were built in; what a pod restores still fits what it made."""
     place.write(plan("two_layer", [2, 3], ("eval",)))
     started = []
     for name in range(2):
@@ -64,7 +64,9 @@ def test_pods_with_a_kernel_in_common(fresh: Template, place: Place) -> None:
         {p.relative_to(root): p.read_bytes() for p in root.rglob("*.so")} for root in roots
     ]
     shared = libraries[0].keys() & libraries[1].keys()
-    assert any(libraries[0][name] != libraries[1][name] for name in shared)
+    named = any(str(roots[0]).encode() in code for code in libraries[0].values())
+    assert shared
+    assert any(libraries[0][name] != libraries[1][name] for name in shared) or not named
     proof = fresh.command("verify", place.plan_file, "--device", "cpu", "--root", roots[1])
     assert proof.code == 0, proof.err
 

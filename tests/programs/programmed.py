@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -694,7 +695,7 @@ def made_after(*faults: str) -> tuple[str, list[str]]:
                 raise RuntimeError(self.words.pop(0))
 
         def uuid(self) -> str:
-            return "failing"
+            return uuid4().hex  # else torch would find what an earlier one has compiled
 
     failing = Failing()
     options = {"options": {"post_grad_custom_pre_pass": failing}}
