@@ -15,6 +15,9 @@ from torch import Tensor
 
 from compilecache.gpuprofile import Answer, Operation
 
+_NAMED = torch.dtype | torch.layout | torch.memory_format
+"""What is written by its name in torch."""
+
 
 @dataclass
 class Recorder:
@@ -84,7 +87,7 @@ class Recorder:
             if (place := self._places.get(id(value))) is None:
                 raise ValueError("it takes a tensor of its own")
             return place
-        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        if isinstance(value, _NAMED):
             return {"torch": word(value)}
         if isinstance(value, torch.device):
             return {"device": "query"}
@@ -112,7 +115,10 @@ def carry_out(answer: Answer, tensors: Mapping[str, Tensor]) -> Tensor:
             found = tensors[place] if isinstance(place, str) else made[place]
             return found if item is None else found[item]
         if "torch" in value:
-            return getattr(torch, str(value["torch"]))
+            named_so = getattr(torch, str(value["torch"]))
+            if not isinstance(named_so, _NAMED):
+                raise ValueError(f"torch.{value['torch']} is no type or layout")
+            return named_so
         return tensors["query"].device if "device" in value else float(str(value["number"]))
 
     try:

@@ -182,6 +182,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "kind": {"operations": [{"name": "aten.sin.default", "arguments": [{"what": 1}]}]},
     "type": {"operations": [{"name": "aten.sum.dim_IntList", "arguments": [QUERY, [0]],
                              "named": {"dtype": {"torch": "float33"}}}]},
+    "function": {"operations": [{"name": "aten.sin.default", "arguments": [{"torch": "load"}]}]},
     "arguments": {"operations": [{"name": "aten.sin.default", "arguments": [QUERY, 1, 2]}]},
     "sizes": {"operations": [{"name": "aten.view.default", "arguments": [QUERY, [7]]}]},
     "output": {"operations": [{"name": "aten.sin.default", "arguments": [QUERY]}], "output": 1},

@@ -40,56 +40,37 @@ def profile_of(place: Place) -> Path:
     return place.folder / "gpu.json"
 
 
+def words(place: Place, root: str) -> tuple[object, ...]:
+    """The plan, compiled for an H200 into this root, without a store."""
+    where = ("--root", place.folder / root, "--store", "none")
+    return (place.plan_file, *where, "--gpu-profile", profile_of(place))
+
+
 def test_it_bakes_programs_that_every_index_finds(fresh: Template, place: Place) -> None:
     """Compiled without a GPU, laid into a folder, and pulled from there without torch; the headers
     say that nobody has run them."""
     image, root = place.folder / "image", place.folder / "pulled"
-    words = (
-        place.plan_file,
-        "--root",
-        place.root,
-        "--store",
-        "none",
-        "--gpu-profile",
-        profile_of(place),
-    )
     junit = place.folder / "junit.xml"
-    ended = run(fresh, *words, "--bake", image, "--junit", junit).wait()
+    ended = run(fresh, *words(place, "root"), "--bake", image, "--junit", junit).wait()
     assert ended.code == 0, ended.err
     line = ended.json
     assert (line["state"], line["compiled"], line["baked"]) == ("warm", 2, 2)
     assert (line["gpu_profile"], line["not_proven"]) == ("NVIDIA H200", [])
     assert "experimental" in ended.err.splitlines()[0]
     assert junit.read_text().count("compiled by program, not run here: it is for NVIDIA H200") == 2
-    words = ("--device", INDICES, "--fingerprint", line["fingerprint"], "--root", root)
-    pulled = fresh.warmup("pull", place.plan_file, "--baked", image, "--store", "none", *words)
+    more = ("--device", INDICES, "--fingerprint", line["fingerprint"], "--root", root)
+    pulled = fresh.warmup("pull", place.plan_file, "--baked", image, "--store", "none", *more)
     assert pulled.code == 0, pulled.err
     assert (pulled.json["targets"], pulled.json["missing"]) == (6, [])
     profiles = [read_header(path).profile for path in root.rglob("*.program")]
     assert [profile.name for profile in profiles if profile] == ["NVIDIA H200"] * 2
-    again = run(fresh, *words_again(place, image)).wait()
+    again = run(fresh, *words(place, "again"), "--baked", image).wait()
     assert (again.json["restored"], again.json["compiled"]) == (2, 0)
-
-
-def words_again(place: Place, image: Path) -> tuple[object, ...]:
-    """Another root, which finds everything in the image."""
-    root = place.folder / "again"
-    more = ("--store", "none", "--gpu-profile", profile_of(place), "--baked", image)
-    return (place.plan_file, "--root", root, *more)
 
 
 def test_ended_by_the_scheduler_it_leaves_no_process(fresh: Template, place: Place) -> None:
     """Its forked compile workers are of the worker's session, and end with it."""
-    words = (
-        place.plan_file,
-        "--root",
-        place.root,
-        "--store",
-        "none",
-        "--gpu-profile",
-        profile_of(place),
-    )
-    started = run(fresh, *words)
+    started = run(fresh, *words(place, "root"))
     while "compiling forward" not in started.err and started.running:
         time.sleep(0.05)
     assert workers_of(place.root)
